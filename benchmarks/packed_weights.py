@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words
 from nibble.kernels.quantized_linear.quantize import quantize as quantized
-from nibble.kernels.weight_formats import WeightFormat
+from nibble.kernels.weight_formats import Activations, WeightFormat
 
 CT = "compressed-tensors"
 
@@ -24,10 +25,18 @@ class Kind:
 
     format: WeightFormat
     config: dict[str, Any]
+    activations: Activations = Activations.NONE
+
+    def key(self, shape: tuple[int, int]) -> KernelKey:
+        """Of the kernels of a matrix of quantize(), in bfloat16."""
+        is_blocked = self.format.codes == "e4m3" and self.format.group > 0
+        return KernelKey(self.format, shape, torch.bfloat16, False, self.activations, is_blocked)
 
 
-def _ct(format: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "format": format, "weights": weights}
+def _ct(format: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "format": format, "weights": weights, "input_activations": activations
+    }  # fmt: skip
     return {"quant_method": CT, "format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
@@ -36,12 +45,29 @@ def _int4(symmetric: bool) -> dict[str, Any]:
     return _ct("pack-quantized", symmetric=symmetric, **settings)
 
 
+_FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_FP8_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 _FP8_ROWS = _ct("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True)
 KINDS = {
     "int4": Kind(WeightFormat("uint4", 128), _int4(True)),
     "int4z": Kind(WeightFormat("uint4", 128, has_zero=True), _int4(False)),
-    "fp8": Kind(WeightFormat("e4m3", 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "fp8": Kind(WeightFormat("e4m3", 128), _FP8_BLOCKS),
+    "fp8a8": Kind(
+        WeightFormat("e4m3", 128), {**_FP8_BLOCKS, "activation_scheme": "dynamic"}, Activations.GROUP
+    ),
     "fp8row": Kind(WeightFormat("e4m3"), _FP8_ROWS),
+    "fp8rowa8": Kind(
+        WeightFormat("e4m3"),
+        _ct(
+            "float-quantized",
+            activations=_FP8_TOKENS,
+            num_bits=8,
+            type="float",
+            strategy="channel",
+            symmetric=True,
+        ),
+        Activations.TOKEN,
+    ),
     "nvfp4": Kind(
         WeightFormat("e2m1", 16, "e4m3", has_global=True),
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
@@ -54,7 +80,7 @@ KINDS = {
 
 
 def quantize(weight_NK: Tensor, format: WeightFormat) -> PackedMatrix:
-    """The matrix in a format, its compute dtype that of the weight. FP8's groups are of blocks of 128 x 128."""
+    """The matrix in a format, its compute dtype that of the weight. FP8's groups are those of blocks of 128 x 128."""
     if format.has_zero:
         return _with_zeros(weight_NK, format)
     block_rows = format.group if format.codes == "e4m3" and format.group else 1

@@ -1,12 +1,15 @@
 """Products with packed weights on one GPU, beside plain ones by the library: errors and times.
 
     python benchmarks/quantized_linear.py [--formats int4,fp8,nvfp4] [--rows 1,8,64,256,2048] [--shapes qkv,down]
-        [--limit 85] [--tiny] [--out FOLDER] [--report]
+        [--limit 85] [--peers] [--tiny] [--out FOLDER] [--report]
 
 The four shapes are those of a layer of Llama-3.1-8B, with queries, keys and values in one, and gate and up in one. Each
 time is the median replay of a CUDA graph of several calls, over several copies of the weights, so that the L2 cache is
-no help. Errors are norm over norm, against the definition in float32 over the same packed bytes. Kernels of the next
-format compile while one is measured; formats that do not begin within the limit, in seconds, are left out.
+no help. Of formats with FP8 activations (fp8a8, fp8rowa8) the product alone is measured, and the quantisation of its
+inputs, compiled, apart (`+ inputs`); in a model it is part of the kernel before. --peers adds torch's own product of 1
+x 128 by 128 x 128 blocks, over plain rows of codes. Errors are norm over norm, against the definition in float32 over
+the same packed bytes. Kernels of the next format compile while one is measured; formats that do not begin within the
+limit, in seconds, are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +28,14 @@ from report import markdown
 from torch import Tensor
 
 import gpu
-from nibble.kernels.quantized_linear import TOLERANCE, naive, quantized_linear
+from nibble.kernels.quantized_linear import TOLERANCE, expected_product, naive, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.weight_formats import GROUP, Activations
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"tiny": (64, 128)}
 ROWS = (1, 8, 64, 256, 2048)
-PLAIN = "bf16"
+PLAIN, PEER = "bf16", "torch"
 COPIES_BYTES, MOST_COPIES, SPEND_MS = 256 << 20, 24, 8.0
 Prepared = tuple[PackedMatrix, Tensor | None]
 
@@ -53,7 +58,11 @@ def weight(shape: tuple[int, int]) -> Tensor:
 
 def compile_format(name: str, shapes: dict[str, tuple[int, int]]) -> dict[str, PackedMatrix]:
     """Packed weights of all shapes, whose kernels are compiled."""
-    matrices = {shape: quantize(weight(size), KINDS[name].format) for shape, size in shapes.items()}
+    kind = KINDS[name]
+    matrices = {
+        shape: replace(quantize(weight(size), kind.format), activations=kind.activations)
+        for shape, size in shapes.items()
+    }
     if torch.cuda.is_available():
         from nibble.kernels.quantized_linear import humming
 
@@ -105,10 +114,58 @@ def packed(name: str, matrices: dict[str, PackedMatrix], rows: Sequence[int]) ->
         all_copies = [own, *(copied(own) for _ in range(copies(matrix.nbytes) - 1))]
         for n in rows:
             x = inputs(n, matrix.shape[1])
-            expected = naive.quantized_linear(x, matrix).float()
+            expected = expected_product(x, matrix).float()
             error = float((quantized_linear(x, *own).float() - expected).norm() / expected.norm())
-            calls = [lambda x, one=one: quantized_linear(x, *one) for one in all_copies]
+            given = naive.quantize_activations(x, matrix.activations) if matrix.activations else (x, None)
+            calls = [lambda x, one=one, given=given: product(*given, *one) for one in all_copies]
             yield Cell(name, shape, n, time_us(calls, x), error)
+
+
+def product(x: Tensor, x_scale: Tensor | None, matrix: PackedMatrix, locks: Tensor | None) -> Tensor:
+    """The product of inputs that are quantised already, where they are."""
+    tensors = matrix.codes, matrix.scale, matrix.zero, matrix.global_scale
+    y: Tensor = torch.ops.nibble.quantized_linear(x, x_scale, *tensors, locks, *matrix.facts)
+    return y
+
+
+def quantisation(name: str, shapes: dict[str, tuple[int, int]], rows: Sequence[int]) -> Iterator[Cell]:
+    """Of the inputs of products, compiled; several at a time, so that the L2 cache is no help for many rows."""
+    activations = KINDS[name].activations
+    quantise: Any = naive.quantize_activations
+    if torch.cuda.is_available():
+        quantise = torch.compile(quantise, dynamic=True)
+    for shape, (_, columns) in shapes.items():
+        for n in rows:
+            x = inputs(n, columns)
+            calls = [lambda x: quantise(x, activations)[0]] * 8
+            yield Cell(f"{name} + inputs", shape, n, time_us(calls, x), 0.0)
+
+
+def peer(matrices: dict[str, PackedMatrix], rows: Sequence[int]) -> Iterator[Cell]:
+    """By torch, of blocks: activations 1 x 128, weights 128 x 128."""
+    for shape, matrix in matrices.items():
+        codes_NK = matrix.codes.view(torch.float8_e4m3fn)
+        scale = matrix.scale[::GROUP].float()
+        weights = [codes_NK, *(codes_NK.clone() for _ in range(copies(matrix.nbytes) - 1))]
+        for n in rows:
+            x = inputs(n, matrix.shape[1])
+            codes, x_scale = naive.quantize_activations(x, Activations.GROUP)
+            # Scales of activations lie token after token, those of weights input after input.
+            scales = x_scale.T.contiguous().T, scale.T
+
+            def multiply(
+                _: Tensor, w: Tensor, codes: Tensor = codes, scales: tuple[Tensor, Tensor] = scales
+            ) -> Tensor:
+                return torch._scaled_mm(codes, w.T, *scales, out_dtype=torch.bfloat16)
+
+            try:
+                y = multiply(x, codes_NK).float()
+            except (RuntimeError, ValueError) as error:
+                print(f"torch, {shape}, {n} rows: {str(error).strip().splitlines()[0][:150]}", flush=True)
+                continue
+            expected = expected_product(x, matrix).float()
+            calls = [lambda x, w=w: multiply(x, w) for w in weights]
+            yield Cell(PEER, shape, n, time_us(calls, x), float((y - expected).norm() / expected.norm()))
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -132,6 +189,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--limit", type=float, default=85.0)
+    parser.add_argument("--peers", action="store_true", help="torch's product of FP8 blocks too")
     parser.add_argument(
         "--tiny", action="store_true", help="a small matrix, to try the benchmark itself on a CPU"
     )
@@ -149,7 +207,7 @@ def measure(options: argparse.Namespace) -> list[Cell]:
         for cell in new:
             cells.append(cell)
             wrong = "" if cell.error <= TOLERANCE else f"  WRONG: off by {cell.error:.2g}"
-            what = f"{name:7} {cell.shape:8} {cell.rows:5} rows {cell.us:8.1f} us{wrong}"
+            what = f"{cell.format:15} {cell.shape:8} {cell.rows:5} rows {cell.us:8.1f} us{wrong}"
             print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)
 
     names = options.formats.split(",")
@@ -165,6 +223,10 @@ def measure(options: argparse.Namespace) -> list[Cell]:
             if i + 1 < len(names):
                 compiling[names[i + 1]] = pool.submit(compile_format, names[i + 1], shapes)
             say(name, packed(name, matrices, rows))
+            if KINDS[name].activations:
+                say(name, quantisation(name, shapes, rows))
+            if options.peers and KINDS[name].activations is Activations.GROUP:
+                say(PEER, peer(matrices, rows))
     return cells
 
 
@@ -179,7 +241,8 @@ def main() -> None:
         gpu.versions(),
         cells=[asdict(cell) for cell in cells],
     )
-    if wrong := [cell for cell in cells if not cell.error <= TOLERANCE]:
+    # Not a peer's.
+    if wrong := [cell for cell in cells if not cell.error <= TOLERANCE and cell.format != PEER]:
         raise SystemExit(f"wrong answers: {len(wrong)}, the first {wrong[0]}")
 
 

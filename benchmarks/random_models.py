@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nibble import LLM
 from nibble.engine import build
+from nibble.kernels.weight_formats import Activations
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
+from nibble.models.activations import FULL
 from nibble.models.checkpoint import prepare_model
 from nibble.models.linear import QuantizedLinear, quantized_layers
 from nibble.models.quantization import Handling
@@ -115,6 +117,8 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
     family, changes = SHAPES[shape]
     if weights:
         changes = {**changes, "quantization_config": KINDS[weights].config}
+        if not KINDS[weights].activations:
+            options = {"activations": FULL, **options}
     kept: dict[str, Any] = {}
 
     def load(
@@ -125,13 +129,14 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         *,
         deterministic: bool = False,
         handling: Handling = Handling.UNPACKED,
+        activations: str = FULL,
         **others: object,  # of loading from files
     ) -> nn.Module:
         if weights:
             del config.quantization_config
         model = make(config, dtype, device, likeness)
         if weights and handling is Handling.PACKED:
-            pack(model, weights)
+            pack(model, weights, activations)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
         return prepare_model(model, model_spec, deterministic=deterministic)
@@ -143,12 +148,13 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         yield Served(llm, kept["prompt"], kept["expected"])
 
 
-def pack(model: Any, weights: str) -> None:
-    """Quantises the linear layers of a model but the last, in place."""
-    output = model.get_output_embeddings()
+def pack(model: Any, weights: str, activations: str = FULL) -> None:
+    """Quantises the linear layers of a model but the last, in place; their inputs too unless these are left as FULL."""
+    output, kind = model.get_output_embeddings(), KINDS[weights]
+    inputs = Activations.NONE if activations == FULL else kind.activations
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not output:
-            matrix = quantize(layer.weight.data, KINDS[weights].format)
+            matrix = replace(quantize(layer.weight.data, kind.format), activations=inputs)
             model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
 
 

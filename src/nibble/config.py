@@ -18,6 +18,7 @@ BUNDLED = ("demo", "demo-mla")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
+ACTIVATIONS = ("auto", "bf16", "fp8")
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
 MAX_WINDOW = 4096
@@ -124,6 +125,11 @@ class Config:
         "Quantised matrices of linear layers in memory: packed (as they are stored; humming-kernels multiplies them on "
         "a GPU), unpacked (to the compute dtype), or auto (packed on a GPU that can, else unpacked).",
     )
+    activations: str = option(
+        "auto",
+        "Inputs of packed FP8 weights: fp8 (quantised first, and multiplied as FP8 by tensor cores), bf16 (left in the "
+        "compute dtype), or auto (fp8 where the checkpoint asks for it and the GPU can).",
+    )
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )
@@ -220,7 +226,8 @@ class Config:
         self._check_watch()
 
     def _check_names(self) -> None:
-        for name, names in (("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS)):
+        choices = ("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS), ("activations", ACTIVATIONS)
+        for name, names in choices:
             if getattr(self, name) not in names:
                 raise ConfigError(unknown(name, getattr(self, name), names))
         if self.weights is not None and self.weights not in WEIGHTS:

@@ -108,6 +108,10 @@ class StoredWeights:
     """What of them cannot be read, in words."""
     experts: int = 0
     """Of experts that are not quantised, where linear layers are as they load."""
+    activations: str = ""
+    """How the checkpoint asks for inputs of packed matrices in FP8, in words; empty: it does not."""
+    has_fp8: bool = False
+    """Whether any matrices are multiplied by inputs in FP8, where these are asked for."""
 
     @property
     def title(self) -> str:

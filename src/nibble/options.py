@@ -36,6 +36,7 @@ class ConfigOptions(TypedDict, total=False):
     device: str
     weights: str | None
     quantized_weights: str
+    activations: str
     kv_memory: str | int | None
     gpu_memory_utilization: float | None
     threads: int | None

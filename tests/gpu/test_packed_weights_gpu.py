@@ -6,42 +6,51 @@ Skipped where there is no GPU or no `humming-kernels`, or it is not asked for: N
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nibble.kernels import import_problem
-from nibble.kernels.quantized_linear import TOLERANCE, naive, preparation, quantized_linear
+from nibble.kernels.quantized_linear import TOLERANCE, expected_product, preparation, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
-from nibble.kernels.weight_formats import PACKAGE, WeightFormat
+from nibble.kernels.weight_formats import FP8_ARCH, PACKAGE, Activations, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from packed_weights import KINDS, quantize
+from packed_weights import KINDS, Kind, quantize
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or bool(import_problem(PACKAGE)), reason="needs a GPU and humming-kernels"
 )
-FORMATS = {
-    **{name: kind.format for name, kind in KINDS.items()},
-    "int8": WeightFormat("uint8"),
-    "int8z": WeightFormat("uint8", 128, has_zero=True),
-    "int4 in groups of 32": WeightFormat("uint4", 32),
-    "int4z by rows": WeightFormat("uint4", has_zero=True),
+KINDS_HERE = {
+    **KINDS,
+    "int8": Kind(WeightFormat("uint8"), {}),
+    "int8z": Kind(WeightFormat("uint8", 128, has_zero=True), {}),
+    "int4 in groups of 32": Kind(WeightFormat("uint4", 32), {}),
+    "int4z by rows": Kind(WeightFormat("uint4", has_zero=True), {}),
+    "fp8 with a scale of inputs": Kind(WeightFormat("e4m3"), {}, Activations.TENSOR),
 }
 
 
-def matrix_of(format: WeightFormat, rows: int, size: float) -> PackedMatrix:
-    return quantize(size * torch.randn(rows, 512, device="cuda").bfloat16(), format)
+def matrix_of(kind: Kind, rows: int, size: float) -> PackedMatrix:
+    matrix = quantize(size * torch.randn(rows, 512, device="cuda").bfloat16(), kind.format)
+    scale = torch.tensor([0.01], device="cuda") if kind.activations is Activations.TENSOR else None
+    return replace(matrix, activations=kind.activations, input_scale=scale)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS_HERE)
 def test_each_kernel_computes_what_the_definition_says(name: str) -> None:
+    kind = KINDS_HERE[name]
+    major, minor = torch.cuda.get_device_capability()
+    if kind.activations and 10 * major + minor < FP8_ARCH:
+        pytest.skip("this GPU multiplies no FP8")
     torch.manual_seed(0)
     # Of sizes that differ, so that NVFP4 has global scales of rows.
-    matrix = merged([matrix_of(FORMATS[name], rows, size) for rows, size in ((256, 1.0), (128, 8.0))])
+    matrix = merged([matrix_of(kind, rows, size) for rows, size in ((256, 1.0), (128, 8.0))])
     packed, locks = preparation([matrix])(matrix)
-    assert packed.codes.nbytes == matrix.codes.nbytes and packed.scale.nbytes == matrix.scale.nbytes
+    assert packed.codes.nbytes == matrix.codes.nbytes
+    assert packed.scale.nbytes == matrix.scale.nbytes or kind.activations is Activations.GROUP
     x = torch.randn(5, 512, device="cuda").bfloat16()
     quantized_linear(x, packed, locks)
     graph = torch.cuda.CUDAGraph()
@@ -50,5 +59,5 @@ def test_each_kernel_computes_what_the_definition_says(name: str) -> None:
     for _ in range(3):
         x.copy_(torch.randn(5, 512, device="cuda"))
         graph.replay()
-        expected = naive.quantized_linear(x, matrix).float()
+        expected = expected_product(x, matrix).float()
         assert (y.float() - expected).norm() <= TOLERANCE * expected.norm()

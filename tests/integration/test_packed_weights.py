@@ -118,6 +118,7 @@ def test_an_engine_serves_them(name: str) -> None:
         "device": "cpu",
         "max_context": 64,
         "kv_memory": "4MiB",
+        "activations": "bf16",
     }
     answers = []
     for handling in ("packed", "unpacked"):

@@ -199,6 +199,7 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         model = load(
             model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic,
             handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
+            activations=engine_plan.activations,
         )  # fmt: skip
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])

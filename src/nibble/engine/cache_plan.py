@@ -10,6 +10,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.config import Config
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.models.activations import FULL
 from nibble.models.quantization import Weights
 
 
@@ -33,6 +34,8 @@ class CachePlan:
     """Notes that are not of the routes."""
     weights: Weights | None = None
     """What becomes of weights that are quantised."""
+    activations: str = FULL
+    """What becomes of the inputs of packed weights (models/activations.py)."""
 
     @property
     def warning(self) -> str:

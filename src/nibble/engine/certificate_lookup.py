@@ -25,6 +25,7 @@ from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
+from nibble.models.activations import FULL
 from nibble.models.fingerprint import fingerprint
 from nibble.models.hub import cached_folder, hub_name, local_folder
 from nibble.spec import CacheSpec
@@ -33,7 +34,7 @@ FOLDER, FOLDER_VARIABLE = "certificates", "NIBBLE_CERTIFICATES"
 ELSEWHERE = frozenset(
     {
         "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_window",
-        "kv_scales", "page_size", "packing", "dtype", "hisparse",
+        "kv_scales", "page_size", "packing", "dtype", "hisparse", "activations",
     }
 )  # fmt: skip
 """Fields of Config that other items of a subject stand for."""
@@ -95,7 +96,9 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         scales=_version(cache_plan, scales),
         dtype=plan.dtype,
         options={name: value for name, value in _others(config, UNCOUNTED).items() if value != usual[name]}
-        | {name: str(value) for name, value in decided.items()},
+        | {name: str(value) for name, value in decided.items()}
+        # Said where they are quantised alone: who leaves them has the certificates of before.
+        | ({} if cache_plan.activations == FULL else {"activations": cache_plan.activations}),
     )
 
 

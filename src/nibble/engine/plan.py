@@ -22,7 +22,7 @@ from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
 from nibble.kernels import cdiv
 from nibble.model_spec import ONLINE, ModelSpec
-from nibble.models import online, quantization
+from nibble.models import activations, online, quantization
 from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
 from nibble.models.observations import observe_model
 from nibble.models.varying import require_invariant
@@ -130,13 +130,21 @@ def plan_cache(
     if config.deterministic:
         require_invariant(model_spec, hardware)
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
-    weight_notes = _weight_notes(weights, dtype, hardware, here) if weights else ()
+    stored = weights.stored if weights else None
+    choice, why = activations.decide(config.activations, stored, _unpacked(weights), hardware)
+    weight_notes: list[str] = []
+    if weights:
+        weight_notes += _weight_notes(weights, dtype, hardware, here)
+        if weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
+            weight_notes += activations.notes(choice, why, weights.stored)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     preface = (source_note, formats_note, *weight_notes)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    cache_plan = CachePlan(config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights)
+    cache_plan = CachePlan(
+        config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
+    )
     cache_plan = _annotated(cache_plan, table)
     return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
 
@@ -229,6 +237,15 @@ def _count_weights(
         return model_spec, None
     weights = quantization.plan_weights(config, stored, full, dtype, hardware, here=here)
     return replace(model_spec, weight_bytes=weights.bytes), weights
+
+
+def _unpacked(weights: quantization.Weights | None) -> str:
+    """Return why matrices do not stay packed; empty where they do."""
+    if weights is None or weights.handling is quantization.Handling.PACKED:
+        return ""
+    is_foreign = weights.handling is quantization.Handling.TRANSFORMERS
+    what = "Transformers loads these weights" if is_foreign else "weights are unpacked here"
+    return what + (f" ({weights.why})" if weights.why else "")
 
 
 def _weight_notes(weights: quantization.Weights, dtype: str, hardware: Hardware, here: bool) -> Iterator[str]:

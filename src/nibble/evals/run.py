@@ -49,6 +49,7 @@ from nibble.evals.report import (
 from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
+from nibble.models.activations import FP8, FULL
 from nibble.models.checkpoint import download
 
 Progress = Callable[[str, int, int], None]
@@ -192,6 +193,7 @@ def environment(plan: EnginePlan) -> dict[str, str]:
         "torch": torch.__version__,
         "dtype": plan.plan.dtype,
         **({"weights": plan.config.weights} if plan.config.weights else {}),
+        **({"activations": FP8} if plan.activations != FULL else {}),
         "hardware": str(plan.hardware),
         "date": time.strftime("%Y-%m-%d"),
     }

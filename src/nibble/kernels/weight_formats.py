@@ -9,6 +9,10 @@ A matrix W of N outputs and K inputs is kept as codes, with a scale for each gro
     zero          int32 [N * bits / 32, K / group], packed as codes are, but along outputs
     global_scale  float32 [1]; after layers are merged [N]
 
+Inputs are left in the compute dtype, or quantised to FP8 first (E4M3, scale = amax / 448), which kernels multiply by
+FP8 weights as they are: with a scale for each token and GROUP inputs, for each token, or with one that the checkpoint
+has (Activations).
+
 Scales of the matrix and of blocks are written out for each row. In the compute dtype they are rounded by as much as
 each unpacked value would be, so the error of a product is no larger than that of an unpacked matrix.
 
@@ -18,6 +22,7 @@ Shape suffixes: N outputs, K inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import ceil
 
 BITS = {"uint4": 4, "uint8": 8, "e2m1": 4, "e4m3": 8}
@@ -30,11 +35,25 @@ ARCHS = frozenset({75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121})
 """Compute capabilities that it has kernels for."""
 GROUPS = (0, 16, 32, 64, 128)
 """Sizes of groups that it multiplies; 0: the whole row."""
+GROUP = 128
+"""Inputs that share a scale where activations are quantised in groups, as blocks of fine-grained FP8 are wide."""
+FP8_ARCH = 89
+"""The first compute capability whose tensor cores multiply FP8."""
+E4M3_MAX = 448.0
 TILE = (128, 128)
 """Outputs and inputs that the shape of a matrix must be a multiple of."""
 WORD = 32
 FULL_DTYPE = "float32"
 """The compute dtype in which the definition multiplies, and no kernels."""
+
+
+class Activations(StrEnum):
+    """How inputs of a product are quantised to FP8."""
+
+    NONE = ""  # left in the compute dtype
+    GROUP = "group"  # a scale for each token and GROUP inputs
+    TOKEN = "token"  # a scale for each token
+    TENSOR = "tensor"  # one scale for all, which was measured before
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,17 @@ def unserved(format: WeightFormat, rows: int, columns: int, dtype: str) -> str:
     # Scales of such formats were made for the range of BF16.
     if dtype == "float16" and (format.codes == "e4m3" or format.scales == "e8m0"):
         return f"{format} in float16"
+    return ""
+
+
+def activations_unserved(format: WeightFormat, activations: Activations) -> str:
+    """Return why kernels do not multiply FP8 activations by a matrix in a format, empty if they do."""
+    if format.codes != "e4m3":
+        return f"FP8 activations are multiplied by FP8 weights alone, and these are {format}"
+    if format.scales or format.group not in (0, GROUP):
+        return f"FP8 activations need weights with scales of {GROUP} inputs or rows, and these are {format}"
+    if format.group and activations is not Activations.GROUP:
+        return f"weights in groups of {GROUP} inputs are multiplied by activations in such groups"
     return ""
 
 

@@ -23,6 +23,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook, online
+from nibble.models.activations import FULL
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
@@ -49,6 +50,7 @@ def load(
     deterministic: bool = False,
     handling: Handling = Handling.UNPACKED,
     weights: str | None = None,
+    activations: str = FULL,
 ) -> nn.Module:
     """Load the weights.
 
@@ -60,6 +62,7 @@ def load(
         deterministic: see prepare_model().
         handling: what becomes of weights that are quantised.
         weights: a format that linear layers are quantised to as they load, None for none.
+        activations: what becomes of the inputs of packed matrices (activations.py).
 
     Returns:
         The model in eval mode, prepared by prepare_model().
@@ -71,7 +74,7 @@ def load(
     """
     path = locate(model_spec.model)
     _check_files(Path(path))
-    packer = Packer(device, getattr(torch, dtype)) if handling is Handling.PACKED else None
+    packer = Packer(device, getattr(torch, dtype), activations) if handling is Handling.PACKED else None
     quantization = online.quantization_to(weights) if weights else None
     source = partial(_source, config, path, handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)

@@ -28,7 +28,9 @@ from transformers.pytorch_utils import Conv1D
 
 from nibble.kernels import linear, quantized_linear
 from nibble.kernels.quantized_linear.matrix import TENSORS, PackedMatrix, merged
+from nibble.kernels.quantized_linear.naive import quantize_activations
 from nibble.kernels.quantized_linear.quantize import rounded
+from nibble.kernels.weight_formats import Activations
 from nibble.models.experts import serve_experts
 from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
@@ -284,13 +286,14 @@ class QuantizedLinear(nn.Module):
     scale: Tensor
     zero: Tensor | None
     global_scale: Tensor | None
+    input_scale: Tensor | None
     locks: Tensor | None
 
     def __init__(self, matrix: PackedMatrix, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.shape
-        self.format, self.dtype = matrix.format, matrix.dtype
-        for name in (*TENSORS, "locks"):
+        self.format, self.dtype, self.activations = matrix.format, matrix.dtype, matrix.activations
+        for name in (*TENSORS, "input_scale", "locks"):
             self.register_buffer(name, None, persistent=False)
         self.set(matrix)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -298,6 +301,7 @@ class QuantizedLinear(nn.Module):
     def set(self, matrix: PackedMatrix, locks: Tensor | None = None) -> None:
         """Keep a matrix of the same values, and what its kernels need beside it."""
         self.facts, self.locks = matrix.facts, locks
+        self.block_rows, self.input_scale = matrix.block_rows, matrix.input_scale
         for name in TENSORS:
             setattr(self, name, getattr(matrix, name))
 
@@ -306,23 +310,31 @@ class QuantizedLinear(nn.Module):
         """Return the matrix."""
         shape, *_, rounded, layout = self.facts
         tensors = self.codes, self.scale, self.dtype, getattr(torch, rounded), self.zero, self.global_scale
-        return PackedMatrix(self.format, *tensors, layout, tuple(shape))
+        inputs = self.block_rows, self.activations, self.input_scale
+        return PackedMatrix(self.format, *tensors, *inputs, layout, tuple(shape))
 
     @property
     def weight(self) -> Tensor:
         """Return the plain weight [N, K], computed at each access, for models that read its dtype or values."""
         ones_KK = torch.eye(self.in_features, dtype=self.dtype, device=self.codes.device)
-        return self._multiply(ones_KK).T
+        if self.activations is Activations.NONE:
+            return self._multiply(ones_KK, None).T
+        codes_KK, scale = quantize_activations(ones_KK, self.activations, ones_KK.new_ones(1).float())
+        return self._multiply(codes_KK, scale).T
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, x_scale: Tensor | None) -> Tensor:
         y: Tensor = torch.ops.nibble.quantized_linear(
-            x, self.codes, self.scale, self.zero, self.global_scale, self.locks, *self.facts
+            x, x_scale, self.codes, self.scale, self.zero, self.global_scale, self.locks, *self.facts
         )
         return y
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
-        y = self._multiply(x)
+        x_scale = None
+        if self.activations is not Activations.NONE:
+            # Not in the operator: a compiler joins it with what computes x.
+            x, x_scale = quantize_activations(x, self.activations, self.input_scale)
+        y = self._multiply(x, x_scale)
         return y if self.bias is None else y + self.bias
 
 
@@ -465,7 +477,8 @@ def linears_by_input(model: Any) -> list[tuple[str, ...]]:
 def _can_merge_layers(modules: Sequence[Any]) -> bool:
     """Return whether layers can be merged: linear layers, plain or packed alike, all with a bias or none."""
     if all(isinstance(module, QuantizedLinear) for module in modules):
-        return len({(m.in_features, m.format, m.facts[1:], m.bias is None) for m in modules}) == 1
+        packed = {(m.in_features, m.format, m.activations, m.facts[1:], m.bias is None) for m in modules}
+        return len(packed) == 1
     if not all(type(module) is nn.Linear for module in modules):
         return False
     kinds = {(m.in_features, m.weight.dtype, m.weight.device, m.bias is None) for m in modules}

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
-from nibble.models import hook, online, refusals
+from nibble.models import activations, hook, online, refusals
 from nibble.models import quantization as quantized
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
@@ -132,7 +132,12 @@ def _stored_weights(
         return None
     size = quantized.stored_bytes(quantization, _parameters(model))
     packed = quantized.packed_bytes(quantization, _parameters(model), dtype)
-    return StoredWeights(quantization.method, quantization.kind, size, packed, quantized.unreadable(entry))
+    formats = [(rule.format.packed, rule.format.activations) for rule in quantization.rules]
+    requests, has_fp8 = activations.outline(formats)
+    return StoredWeights(
+        quantization.method, quantization.kind, size, packed, quantized.unreadable(entry),
+        activations=requests, has_fp8=has_fp8,
+    )  # fmt: skip
 
 
 def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:

@@ -16,8 +16,9 @@ from math import prod
 
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware, format_bytes
-from nibble.kernels.weight_formats import DISTRIBUTION, FULL_DTYPE, WeightFormat
+from nibble.kernels.weight_formats import DISTRIBUTION, FULL_DTYPE, Activations, WeightFormat
 from nibble.model_spec import ONLINE, StoredWeights
+from nibble.models import activations
 from nibble.models.quantization import (
     ALWAYS_PLAIN,
     FP8_BLOCK,
@@ -94,6 +95,7 @@ def outline(weights: str, parameters: Iterable[Parameter], dtype: str, config: o
         stored_bytes(quantization, all_parameters),
         packed_bytes(quantization, all_parameters, dtype),
         experts=experts * (4 if dtype == FULL_DTYPE else FULL),
+        has_fp8=activations.outline([(FORMATS[weights].packed, Activations.NONE)])[1],
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -23,9 +24,10 @@ from nibble.errors import WeightError
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
 from nibble.kernels.quantized_linear.quantize import quantize
-from nibble.kernels.weight_formats import WORD, WeightFormat, unserved
+from nibble.kernels.weight_formats import WORD, Activations, WeightFormat, unserved
+from nibble.models.activations import FULL, activations_of
 from nibble.models.matrix_parts import Parts
-from nibble.models.quantization import MatrixFormat
+from nibble.models.quantization import MatrixFormat, parse
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a word lie in AWQ's GEMM layout, by output."""
@@ -48,8 +50,15 @@ Reader = Callable[[Parts, "Packer"], PackedMatrix]
 class Packer:
     """The packed matrices of a model that loads."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+    def __init__(self, device: str, dtype: torch.dtype, activations: str = FULL) -> None:
+        """Pack the matrices of a model.
+
+        Args:
+            device: Where they are kept.
+            dtype: The compute dtype.
+            activations: What becomes of the inputs of packed matrices (activations.py).
+        """
+        self.device, self.dtype, self.activations = torch.device(device), dtype, activations
         self.plain: set[str] = set()
         """Names of matrices that are unpacked although they could be kept."""
         self._matrices: dict[int, tuple[str, PackedMatrix, Tensor]] = {}
@@ -133,6 +142,24 @@ class Packer:
         rounded = rounded if self.dtype == torch.float32 else torch.float32
         return PackedMatrix(format, codes.contiguous(), scale, self.dtype, rounded, zero, global_scale)
 
+    def with_activations(
+        self, matrix: PackedMatrix, stored: MatrixFormat | None, parts: Parts
+    ) -> PackedMatrix:
+        """Return a matrix with how its inputs are quantised, where they are.
+
+        Args:
+            matrix: Of FP8.
+            stored: Its format by the checkpoint's config, which says how; None where that does not name it.
+            parts: Its tensors in the checkpoint, with the scale of its inputs if that is fixed.
+
+        Raises:
+            WeightError: That scale is missing, or is none.
+        """
+        activations = activations_of(self.activations, stored.activations if stored else None, matrix.format)
+        if activations is Activations.TENSOR:
+            return replace(matrix, activations=activations, input_scale=_input_scale(parts).to(self.device))
+        return replace(matrix, activations=activations)
+
     def quantize(self, name: str, weight_NK: Tensor, format: MatrixFormat) -> PackedMatrix:
         """Return a plain matrix, quantised; raise NotPackedError where no kernels multiply it."""
         packed, dtype = format.packed, str(self.dtype).removeprefix("torch.")
@@ -143,7 +170,8 @@ class Packer:
         ):
             raise NotPackedError
         require_finite(name, weight_NK)
-        return quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
+        matrix = quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
+        return replace(matrix, activations=activations_of(self.activations, None, matrix.format))
 
     def _cast(self, scale: Tensor) -> Tensor:
         """Return scales in the compute dtype."""
@@ -186,8 +214,27 @@ def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
     if scale.dtype == torch.uint8:
         _require(scale.dim() == 2 and scale.shape[0] == rows)
         return packer.matrix(kind, _as_int32(codes), scale, scales="e8m0")
+    is_blocked = scale.dim() > 1 and scale.shape[0] < rows
     scale = _by_rows(scale.float(), rows, columns, parts)
-    return packer.matrix(kind, _as_int32(codes), scale, rounded=rounded)
+    matrix = packer.matrix(kind, _as_int32(codes), scale, rounded=rounded)
+    if kind == "uint8":
+        return matrix
+    matrix = replace(matrix, block_rows=parts.block[0] if is_blocked else 1)
+    return packer.with_activations(matrix, _stored_format(parts), parts)
+
+
+def _stored_format(parts: Parts) -> MatrixFormat | None:
+    """Return the format of a matrix as the checkpoint's config has it."""
+    quantization = parse(parts.config)
+    return quantization.format_of(parts.name.removesuffix(".weight")) if quantization else None
+
+
+def _input_scale(parts: Parts) -> Tensor:
+    """Return the scale of a matrix's inputs, float32 [1]."""
+    scale = parts["input_scale"].float().view(-1)
+    parts.check(len(scale) == 1, f"{len(scale)} scales of inputs")
+    parts.check(bool(scale.isfinite() & (scale > 0)), f"the scale of inputs is {scale.item():g}")
+    return scale
 
 
 def _by_rows(scale: Tensor, rows: int, columns: int, parts: Parts) -> Tensor:

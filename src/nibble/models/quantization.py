@@ -33,10 +33,12 @@ from nibble.kernels.weight_formats import (
     DISTRIBUTION,
     FULL_DTYPE,
     PACKAGE,
+    Activations,
     WeightFormat,
     bytes_kept,
 )
 from nibble.model_spec import ONLINE, StoredWeights
+from nibble.models import activations as inputs
 from nibble.models.hub import weight_files
 
 MODELOPT = "modelopt"
@@ -67,6 +69,8 @@ class MatrixFormat:
     """Of an index for each column (GPTQ's `g_idx`)."""
     packed: WeightFormat | None = None
     """How it is kept on a device; None where it is always unpacked."""
+    activations: Activations = Activations.NONE
+    """How the checkpoint asks for its inputs."""
 
     def size(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix with its scales."""
@@ -144,12 +148,13 @@ def _plain(method: str, format: MatrixFormat, config: Mapping[str, Any], *keys: 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     block = config.get("weight_block_size")
-    format = _fp8(block[1], block[0]) if block else FP8_TENSOR
+    format = replace(_fp8(block[1], block[0]) if block else FP8_TENSOR, activations=inputs.of_scheme(config))
     return _plain("fp8", format, config, "modules_to_not_convert", "ignored_layers")
 
 
 def _read_w4afp8(config: Mapping[str, Any]) -> Quantization:
-    others = _plain(W4AFP8, FP8_BLOCK, config, "modules_to_not_convert", "ignored_layers", "ignore")
+    format = replace(FP8_BLOCK, activations=Activations.GROUP)
+    others = _plain(W4AFP8, format, config, "modules_to_not_convert", "ignored_layers", "ignore")
     experts = MatrixFormat("4 bits", 4, int(config.get("group_size") or 128), 4)
     return replace(others, rules=(Rule((r"re:.*\.experts\..*",), experts), *others.rules))
 
@@ -198,7 +203,9 @@ def _rules(groups: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rules of compressed-tensors' `config_groups`; of ModelOpt's too, which have the same form."""
     for group in groups.values():
         if weights := group.get("weights"):
-            yield Rule(_names(group.get("targets")), _group_format(weights))
+            activations = inputs.of_group(group.get("input_activations"))
+            format = replace(_group_format(weights), activations=activations)
+            yield Rule(_names(group.get("targets")), format)
 
 
 def _group_format(weights: Mapping[str, Any]) -> MatrixFormat:
@@ -222,8 +229,8 @@ def _group_format(weights: Mapping[str, Any]) -> MatrixFormat:
 
 
 _ALGORITHMS = {
-    "FP8": FP8_TENSOR,
-    "FP8_PER_CHANNEL_PER_TOKEN": _fp8(),
+    "FP8": replace(FP8_TENSOR, activations=Activations.TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": replace(_fp8(), activations=Activations.TOKEN),
     "FP8_PB_WO": FP8_BLOCK,
     "FP8_PB_REAL": FP8_BLOCK,
     "NVFP4": NVFP4,

@@ -321,6 +321,15 @@ def test_what_a_plan_decides_counts_as_it_was_decided(model: Path, monkeypatch: 
         served(config(model, max_running=3, require_quality="kl=9"))
 
 
+def test_activations_count_as_they_were_decided(model: Path) -> None:
+    plan = plan_engine(config(model))
+    before = lookup.subject_of(plan, None)
+    assert "activations" not in before.options
+    assert lookup.subject_of(replace(plan, config=config(model, activations="bf16")), None) == before
+    after = lookup.subject_of(replace(plan, activations="fp8"), None)
+    assert [*before.differences(after)] == ["it is of activations as usual, and here it is fp8"]
+
+
 def test_where_a_new_one_is_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lookup.folder_to_write(str(model)) == model / "certificates"
     monkeypatch.setattr(lookup.os, "access", lambda *_: False)

@@ -307,6 +307,51 @@ def test_products_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         quantized_linear.main()
 
 
+def test_schedules_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a stand-in for the library, whose second candidate is the fastest, and whose third computes wrong."""
+    import weight_schedules as bench
+
+    from nibble.kernels.quantized_linear import naive, schedules
+
+    slow, fast, wrong = (
+        bench._settings(8, "mma", (128, 128, 64, 32), (stages, 1), False) for stages in (4, 6, 8)
+    )
+    times = {4: 10.0, 6: 5.0, 8: 1.0}
+    current: list[int] = []
+
+    def multiply(x: torch.Tensor, x_scale: Any, matrix: Any, locks: Any) -> torch.Tensor:
+        y = naive.quantized_linear(x, matrix, x_scale)
+        return y.roll(1, -1) if current[-1] == 8 else y
+
+    def product(x: torch.Tensor, matrix: Any, locks: Any) -> torch.Tensor:
+        codes, scale = naive.quantize_activations(x, matrix.activations) if matrix.activations else (x, None)
+        return multiply(codes, scale, matrix, locks)
+
+    monkeypatch.setattr(bench, "SHAPES", {"qkv": (256, 512)})
+    monkeypatch.setattr(bench.humming, "layer_config", lambda key, device: None)
+    monkeypatch.setattr(bench, "candidates", lambda case, config: [slow, fast, wrong])
+    monkeypatch.setattr(
+        bench, "compile_one", lambda _, settings: SimpleNamespace(kernel_id=settings["num_stages"])
+    )
+    monkeypatch.setattr(bench.humming, "prepare", lambda matrix: (matrix, None))
+    monkeypatch.setattr(bench.humming, "use", lambda kernels, layout, device: current.append(int(kernels[2])))
+    monkeypatch.setattr(bench.humming, "quantized_linear", multiply)
+    monkeypatch.setattr(bench.quantized_linear, "quantized_linear", product)
+    monkeypatch.setattr(bench, "time_us", lambda calls, x: (calls[0](x), times[current[-1]])[1])
+    arguments = ["x", "--formats", "fp8,fp8a8", "--shapes", "qkv", "--rows", "1,8"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    bench.main()
+    out = capsys.readouterr().out
+    assert out.count("WRONG") == 4 and "| qkv | fp8a8 | 8 | 10.0 | 5.0 |" in out
+    entry = "(90, 'e4m3, groups of 128', 'group', 3): {8: {'mma_type': 'mma', 'block_shape': (8, 128, 128)"
+    assert entry in out
+    # What it prints is what the table takes.
+    lines = [line for line in out.splitlines() if line.startswith("    (90,")]
+    table = eval("{" + "".join(lines) + "}")
+    monkeypatch.setattr(schedules, "MEASURED", table)
+    assert schedules.measured(bench.KINDS["fp8a8"].key((256, 512)), 90) == {8: fast}
+
+
 @pytest.mark.parametrize("name", ["int4", "int4z", "fp8", "fp8row", "nvfp4", "mxfp4"])
 def test_weights_are_quantised_as_finely_as_their_format_allows(name: str) -> None:
     from packed_weights import KINDS, quantize

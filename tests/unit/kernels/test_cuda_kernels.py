@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from nibble.attention import backends
 from nibble.errors import BackendError
@@ -16,6 +18,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
 from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
@@ -98,3 +102,32 @@ def test_a_gpu_that_nvrtc_does_not_know_is_trouble(monkeypatch: pytest.MonkeyPat
 def test_an_error_shows_what_nvrtc_said() -> None:
     with pytest.raises(BackendError, match=r"decode\.cu.*SIXTY_FOUR"):
         compiling.cubin(SOURCE, 90, {**variant("nvfp4", 90).macros, "HEAD_DIM": "SIXTY_FOUR"})
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("globals", [0, 1, 128])
+def test_products_with_packed_weights_compile(name: str, globals: int) -> None:
+    from packed_weights import KINDS
+
+    from nibble.kernels.quantized_linear import cuda
+    from nibble.kernels.quantized_linear.matrix import PackedMatrix
+
+    codes = torch.zeros(128, 128 * KINDS[name].format.bits // 32, dtype=torch.int32)
+    scale = torch.ones(globals) if globals else None
+    matrix = PackedMatrix(KINDS[name].format, codes, codes, torch.bfloat16, global_scale=scale)
+    macros = cuda.macros(matrix)
+    assert macros["GLOBAL"] == min(globals, 2)
+    assert compiling.cubin(cuda.UNPACK, 90, macros).startswith(compiling.ELF)
+    for columns in (8, cuda.MOST_TOKENS):
+        settings = {"COLUMNS": columns, "WARPS": cuda.WARPS, "SPLITS": 4}
+        assert compiling.cubin(cuda.FEW, 90, macros | settings).startswith(compiling.ELF)
+    assert cuda.WARPS_OF_PROCESSOR // cuda.WARPS * cuda.shared_bytes(matrix, cuda.WARPS) <= SHARED[90]
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((28672, 4096), 2), ((6144, 4096), 8), ((4096, 14336), 8), ((4096, 512), 1)]
+)
+def test_inputs_are_split_until_processors_are_busy(shape: tuple[int, int], splits: int) -> None:
+    from nibble.kernels.quantized_linear.cuda import splits_of
+
+    assert splits_of(*shape, 132) == splits

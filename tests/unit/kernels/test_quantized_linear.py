@@ -20,7 +20,14 @@ from nibble.errors import BackendError
 from nibble.kernels import quantized_linear as operation
 from nibble.kernels.quantized_linear import naive, preparation, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
-from nibble.kernels.weight_formats import WeightFormat, bytes_kept, unserved
+from nibble.kernels.weight_formats import (
+    GROUP,
+    Activations,
+    WeightFormat,
+    activations_unserved,
+    bytes_kept,
+    unserved,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from packed_weights import KINDS, quantize
@@ -29,7 +36,23 @@ RANDOM = torch.Generator().manual_seed(0)
 
 
 def matrix_of(name: str, rows: int = 128, columns: int = 256) -> PackedMatrix:
-    return quantize(torch.randn(rows, columns, generator=RANDOM).bfloat16(), KINDS[name].format)
+    kind = KINDS[name]
+    weight = torch.randn(rows, columns, generator=RANDOM).bfloat16()
+    return replace(quantize(weight, kind.format), activations=kind.activations)
+
+
+def as_multiplied(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """The values of inputs, quantised where the matrix says so, by a plain loop over tokens and groups."""
+    if not matrix.activations:
+        return x
+    rows = x.float().reshape(-1, x.shape[-1]).clone()
+    width = GROUP if matrix.activations is Activations.GROUP else x.shape[-1]
+    for row in rows:
+        for first in range(0, len(row), width):
+            part = row[first : first + width]
+            scale = part.abs().max() / 448 if matrix.input_scale is None else matrix.input_scale
+            part[:] = (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    return rows.view(x.shape)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -62,9 +85,10 @@ def test_the_definition_by_hand() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_are_unpacked_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = matrix_of(name), torch.randn(3, 2, 256, generator=RANDOM)
-    expected = x @ naive.dequantize(matrix).T
+    expected = as_multiplied(x, matrix) @ naive.dequantize(matrix).T
     monkeypatch.setattr(naive, "ROWS", 48)
-    torch.testing.assert_close(quantized_linear(x, matrix), expected)
+    dtype = matrix.dtype if matrix.activations else x.dtype
+    torch.testing.assert_close(quantized_linear(x, matrix), expected.to(dtype))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -88,25 +112,42 @@ def test_what_kernels_do_not_multiply() -> None:
 
 
 class Library:
-    """A stand-in: kernels for up to 16 rows and for more. `wrong` makes an error of one of them."""
+    """A stand-in: kernels for up to 16 rows and for more. `wrong` makes an error of one of them.
+
+    `misread` makes one of the scales of FP8 activations.
+    """
 
     def __init__(self) -> None:
         self.wrong: Callable[[int, Tensor], Tensor] = lambda rows, y: y
+        self.misread: Callable[[Tensor | None], Tensor | None] = lambda x_scale: x_scale
         self.launches: list[int] = []
         self.matrices: dict[str, PackedMatrix] = {}
 
-    def config(self, rows: int, columns: int, schema: Any, torch_dtype: torch.dtype, device: Any) -> Any:
-        text = f"{rows} x {columns} {schema} {torch_dtype}"
-        return SimpleNamespace(to_str=lambda: text, schema=schema, dtype=torch_dtype)
+    def config(
+        self, rows: int, columns: int, schema: Any, inputs: Any, torch_dtype: torch.dtype, device: Any
+    ) -> Any:
+        text = f"{rows} x {columns} {schema} {inputs} {torch_dtype}"
+        return SimpleNamespace(
+            to_str=lambda: text, schema=schema, inputs=inputs, dtype=torch_dtype, sm_version=90
+        )
 
     def transform(self, config: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Another layout: what is last comes first."""
         schema = config.schema
         kinds = {"float8e4m3": "e4m3", "float4e2m1": "e2m1", "float8e8m0": "e8m0"}
         scales = kinds.get(schema.bs_dtype, "")
-        assert scales or schema.bs_dtype == str(config.dtype).removeprefix("torch.")
+        blocks, (rows, words) = schema.weight_scale_type == "block", tensors["weight"].shape
+        assert scales or schema.bs_dtype == (
+            "float32" if blocks else str(config.dtype).removeprefix("torch.")
+        )
+        if blocks:
+            assert schema.weight_scale_group_size_n == 128 and tensors["weight_scale"].dtype == torch.float32
+            assert tensors["weight_scale"].shape == (rows // 128, words * 4 // 128)
+        self.inputs, self.blocks = config.inputs, blocks
         assert tensors["weight"].dtype == torch.int32 and ("zero_point" in tensors) == schema.has_zero_point
-        assert schema.weight_scale_type == ("group" if schema.weight_scale_group_size else "channel")
+        assert blocks or schema.weight_scale_type == (
+            "group" if schema.weight_scale_group_size else "channel"
+        )
         second = tensors.get("weight_scale_2")
         assert schema.weight_scale_2_type == (
             "none" if second is None else "tensor" if len(second) == 1 else "channel"
@@ -126,14 +167,30 @@ class Library:
         (kind, group, scales, dtype), zero = self.kind, given["zero_point"]
         assert given["configs"].tolist()[:2] == [0, 16] and not given["locks"].any()
         format = WeightFormat(kind, group, scales, zero is not None, given["weight_scale_2"] is not None)
-        scale = given["weight_scale"].flip(0)
+        scale, codes, x_scale = given["weight_scale"].flip(0), given["inputs"], given["input_scale"]
+        scale = scale.repeat_interleave(128, 0) if self.blocks else scale
+        self.check_inputs(codes, x_scale, dtype)
         matrix = PackedMatrix(
             format, given["weight"].flip(0), scale.view(torch.uint8) if scales else scale, dtype,
             zero=None if zero is None else zero.flip(0), global_scale=given["weight_scale_2"],
         )  # fmt: skip
-        rows = len(given["inputs"])
-        self.launches.append(rows)
-        return self.wrong(rows, naive.quantized_linear(given["inputs"], matrix))
+        self.launches.append(len(codes))
+        return self.wrong(len(codes), naive.quantized_linear(codes, matrix, self.misread(x_scale)))
+
+    def check_inputs(self, codes: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> None:
+        if self.inputs is None:
+            assert x_scale is None and codes.dtype == dtype
+            return
+        assert x_scale is not None and x_scale.is_contiguous() and x_scale.dtype == torch.float32
+        assert codes.dtype == torch.float8_e4m3fn and self.inputs.a_dtype == "float8e4m3"
+        shapes = {
+            "dynamic_group": (len(codes), codes.shape[1] // 128),
+            "dynamic_token": (len(codes), 1),
+            "static_tensor": (1,),
+        }
+        mode = self.inputs.input_quant_mode
+        assert x_scale.shape == shapes[mode]
+        assert self.inputs.input_scale_group_size == (128 if mode == "dynamic_group" else 0)
 
 
 @pytest.fixture
@@ -155,7 +212,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
     launcher = SimpleNamespace(launch_kernel=stand_in.launch)
     module("humming", ops=launcher)
-    module("humming.schema", HummingWeightSchema=SimpleNamespace)
+    module("humming.schema", HummingWeightSchema=SimpleNamespace, HummingInputSchema=SimpleNamespace)
     module(
         "humming.transform",
         prepare_layer_config=stand_in.config,
@@ -174,11 +231,12 @@ def test_the_library_is_given_what_it_should_multiply(name: str, is_merged: bool
     others = [matrix, replace(matrix)]
     prepare = preparation(others)
     (packed, locks), _ = prepare(others[0]), prepare(others[1])
-    assert (packed.layout and packed.shape == matrix.shape and packed.nbytes == matrix.nbytes) or is_merged
+    assert packed.layout and packed.shape == matrix.shape
+    assert packed.nbytes == matrix.nbytes or is_merged or name == "fp8a8"
     # Each kernel twice, for the first of two matrices that are alike.
     assert library.launches == [1, 1, 17, 17]
     x = torch.randn(2, 3, 256, generator=RANDOM).bfloat16()
-    expected = naive.quantized_linear(x.flatten(0, 1), matrix).view(2, 3, -1)
+    expected = as_multiplied(x, matrix).float() @ naive.dequantize(matrix).T
     assert (quantized_linear(x, packed, locks) - expected).norm() <= 0.005 * expected.norm()
     assert quantized_linear(x[:0], packed, locks).shape == (0, 3, matrix.rows)
 
@@ -190,6 +248,110 @@ def test_a_wrong_kernel_is_refused(rows: int, library: Library) -> None:
         BackendError, match=f"{rows} rows times 128 x 256 weights .uint4, groups of 128. are off by"
     ):
         preparation([matrix := matrix_of("int4")])(matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "misread"),
+    [
+        ("fp8rowa8", lambda scale: scale.amax().expand_as(scale)),
+        ("fp8a8", lambda scale: scale.amax(0, keepdim=True).expand_as(scale)),
+        ("fp8a8", lambda scale: scale.flip(1)),
+    ],
+    ids=[
+        "of the tensor instead of the token",
+        "of the group instead of token and group",
+        "of groups, exchanged",
+    ],
+)
+def test_scales_of_activations_that_are_misread_are_refused(
+    name: str, misread: Callable[[Tensor], Tensor], library: Library
+) -> None:
+    matrix = matrix_of(name)
+    preparation([matrix])(matrix)
+    library.misread = misread
+    with pytest.raises(BackendError, match="the start-up test failed"):
+        preparation([matrix])(matrix)
+
+
+def test_activations_by_hand() -> None:
+    x = torch.zeros(2, 256)
+    x[0, 0], x[0, 1], x[0, 128], x[1, 3] = 448.0, 0.3, -2.0, 1e-3
+    codes, scale = naive.quantize_activations(x, Activations.GROUP)
+    assert codes.dtype == torch.float8_e4m3fn and scale.shape == (2, 2)
+    torch.testing.assert_close(scale, torch.tensor([[448.0, 2.0], [1e-3, naive.TINY]]) / 448)
+    assert codes[0, [0, 1, 128]].float().tolist() == [448.0, 0.3125, -448.0] and codes[1, 3].float() == 448
+    codes, scale = naive.quantize_activations(x, Activations.TOKEN)
+    torch.testing.assert_close(scale, torch.tensor([[448.0], [1e-3]]) / 448)
+    assert codes[0, [0, 128]].float().tolist() == [448.0, -2.0]
+    codes, scale = naive.quantize_activations(x, Activations.TENSOR, torch.tensor([0.5]))
+    # What is beyond the scale's range is clipped.
+    assert scale.tolist() == [0.5] and codes[0, [0, 128]].float().tolist() == [448.0, -4.0]
+    assert (
+        naive.quantize_activations(torch.full((1, 128), torch.nan), Activations.TOKEN)[0]
+        .float()
+        .isnan()
+        .all()
+    )
+
+
+@pytest.mark.parametrize("activations", [x for x in Activations if x])
+def test_compiled_activations_are_those_of_the_definition(activations: Activations) -> None:
+    x, scale = torch.randn(3, 5, 256, generator=RANDOM).bfloat16(), torch.tensor([0.01])
+    compiled = torch.compile(naive.quantize_activations, fullgraph=True, dynamic=True)
+    for rows in (1, 3):
+        for actual, expected in zip(
+            compiled(x[:rows], activations, scale),
+            naive.quantize_activations(x[:rows], activations, scale),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=2**-3, atol=2**-9)
+            assert (actual.float() != expected.float()).float().mean() <= 0.01
+
+
+def test_merged_matrices_see_one_scale_of_inputs() -> None:
+    parts = [
+        replace(matrix_of("fp8row"), activations=Activations.TENSOR, input_scale=torch.tensor([scale]))
+        for scale in (0.01, 0.03, 0.02)
+    ]
+    assert merged(parts).input_scale.tolist() == pytest.approx([0.03])  # type: ignore[union-attr]
+    blocks = [matrix_of("fp8a8"), matrix_of("fp8a8")]
+    assert merged(blocks).key.is_blocked
+    # Rows of a block would be in two matrices.
+    assert not merged([*blocks, matrix_of("fp8a8", 64)]).key.is_blocked
+
+
+def test_what_fp8_activations_are_not_multiplied_by() -> None:
+    group, token = Activations.GROUP, Activations.TOKEN
+    assert not activations_unserved(WeightFormat("e4m3", 128), group)
+    assert not activations_unserved(WeightFormat("e4m3"), token)
+    assert "FP8 weights alone" in activations_unserved(WeightFormat("uint4", 128), group)
+    assert "scales of 128 inputs or rows" in activations_unserved(WeightFormat("e4m3", 32, "e8m0"), group)
+    assert "activations in such groups" in activations_unserved(WeightFormat("e4m3", 128), token)
+
+
+def test_settings_that_were_measured_come_before_the_library_s_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nibble.kernels.quantized_linear import humming, schedules
+
+    matrix = matrix_of("fp8a8", 256, 512)
+    assert schedules.size_class(matrix.shape) == 3 and schedules.size_class((6144, 4096)) == 10
+    mine = {"block_shape": (8, 128, 256)}
+    entry = 90, "e4m3, groups of 128", "group", 3
+    monkeypatch.setattr(schedules, "COMMON", {})
+    monkeypatch.setattr(schedules, "MEASURED", {entry: {1: mine, 8: {"block_shape": (8, 512, 64)}}})
+    config = humming.layer_config(matrix.key, torch.device("cpu"))
+    ranges = humming._schedules(matrix.key, config, torch.device("cpu"), 0)
+    # Tiles of 512 outputs do not divide the matrix.
+    assert ranges[0] == [0, 1, mine] and ranges[1][:2] == [1, 16] and ranges[1][2] == {"rows": 16}
+    assert humming._schedules(matrix_of("fp8", 256, 512).key, config, torch.device("cpu"), 0)[0][:2] == [0, 16]
+    # Up to so many rows are multiplied elsewhere.
+    assert humming._schedules(matrix.key, config, torch.device("cpu"), 8)[0][:2] == [0, 16]
+    monkeypatch.setattr(schedules, "COMMON", {90: {"use_pdl": True}})
+    ranges = humming._schedules(matrix.key, config, torch.device("cpu"), 0)
+    assert [settings["use_pdl"] for *_, settings in ranges] == [True] * 3
+    config.sm_version = 80
+    assert humming._schedules(matrix.key, config, torch.device("cpu"), 0)[0][2] == {"rows": 16}
 
 
 def test_a_kernel_that_leaves_its_locks_is_refused(library: Library) -> None:

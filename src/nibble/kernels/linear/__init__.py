@@ -35,6 +35,8 @@ FLUSH = 1 << 28
 """Bytes written before each timing, so that no weight is in the GPU's cache."""
 FEW_INPUTS = 256
 """Inputs and outputs of the product in front of each timing."""
+SLEEP = 1 << 20
+"""Clocks, half a millisecond."""
 RESULTS = {"triton": True, "torch": False}
 """What the file of a trial says: who was faster."""
 _is_faster: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
@@ -115,7 +117,8 @@ def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, 
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(TRIALS):
-        other.zero_()  # while it runs, the host queues what follows
+        other.zero_()
+        torch.cuda._sleep(SLEEP)  # meanwhile the host queues what follows
         start.record()
         _triton_linear(x[:, :FEW_INPUTS], few_KK, None)
         multiply(x, weight_NK, None)

@@ -1,7 +1,8 @@
 """quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py).
 
 naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
-rows; preparation() compiles them, brings matrices into their layout, and holds each kernel against the definition.
+rows; cuda.py reads the same layout faster for a few and for many. preparation() compiles them, brings matrices into
+their layout, and holds each kernel against the definition.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
@@ -15,30 +16,43 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels.quantized_linear import naive
+from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, PackedMatrix
-from nibble.kernels.weight_formats import WeightFormat
+from nibble.kernels.weight_formats import Activations, WeightFormat
 
 T = TypeVar("T")
 TOLERANCE = 0.01
 """Largest error of a kernel, norm over norm; in 16 bits both round by a quarter of that."""
+TEST_SIZE = 100
+"""Of random inputs, in scales that a checkpoint has for them: a few in a million are clipped."""
 
 
 def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = None) -> Tensor:
     """Compute x W^T.
 
     Args:
-        x: [..., K] in the compute dtype.
+        x: [..., K] in the compute dtype; it is quantised first where the matrix says so.
         matrix: W.
         locks: What preparation() gave with it; None in the layout NAIVE.
 
     Returns:
         [..., N] in the dtype of x.
     """
+    x_scale = None
+    if matrix.activations is not Activations.NONE:
+        x, x_scale = naive.quantize_activations(x, matrix.activations, matrix.input_scale)
     y: Tensor = torch.ops.nibble.quantized_linear(
-        x, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
+        x, x_scale, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
     )
     return y
+
+
+def expected_product(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """Return what the definition says of x W^T, with inputs quantised as the matrix says."""
+    if matrix.activations is Activations.NONE:
+        return naive.quantized_linear(x, matrix)
+    codes, scale = naive.quantize_activations(x, matrix.activations, matrix.input_scale)
+    return naive.quantized_linear(codes, matrix, scale)
 
 
 def preparation(
@@ -62,11 +76,21 @@ def preparation(
     def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
         packed = _humming().prepare(matrix)
         if matrix.key not in tested:
-            _test(matrix, packed, kernels[matrix.key])
+            own = [
+                n for n in (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS) if _implementation(matrix, n) is not None
+            ]
+            _test(matrix, packed, (*own, *kernels[matrix.key]))
             tested.add(matrix.key)
         return packed
 
     return lambda matrix: _explained(lambda: prepare(matrix))
+
+
+def _implementation(matrix: PackedMatrix, tokens: int) -> Callable[[Tensor, PackedMatrix], Tensor] | None:
+    """Return what multiplies so many tokens with a packed matrix; None: the library."""
+    if cuda.is_few(matrix, tokens):
+        return cuda.few_linear
+    return cuda.many_linear if cuda.is_many(matrix, tokens) else None
 
 
 def _humming() -> Any:
@@ -92,10 +116,11 @@ def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Seque
     """Raise BackendError unless kernels compute what the definition says, for each of these numbers of rows."""
     generator = torch.Generator(matrix.codes.device).manual_seed(0)
     for tokens in rows:
-        x = torch.randn(tokens, matrix.shape[1], generator=generator, device=matrix.codes.device).to(
-            matrix.dtype
-        )
-        expected = naive.quantized_linear(x, matrix).float()
+        x = torch.randn(tokens, matrix.shape[1], generator=generator, device=matrix.codes.device)
+        if matrix.input_scale is not None:
+            x = x * matrix.input_scale * TEST_SIZE
+        x = x.to(matrix.dtype)
+        expected = expected_product(x, matrix).float()
         # Twice, as a kernel must leave its locks as they were.
         for _ in range(2):
             error = float((quantized_linear(x, *packed).float() - expected).norm())
@@ -111,30 +136,38 @@ def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Seque
 
 # An operator, so that a compiler of models does not look into it.
 def _quantized_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None, locks: Tensor | None,
-    shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
+    x: Tensor, x_scale: Tensor | None, codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None,
+    locks: Tensor | None, shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
 ) -> Tensor:  # fmt: skip
     format = WeightFormat(kind, group, scales, zero is not None, global_scale is not None)
-    facts = layout, (shape[0], shape[1])
     dtypes = getattr(torch, dtype), getattr(torch, rounded)
-    matrix = PackedMatrix(format, codes, scale, *dtypes, zero, global_scale, *facts)
+    matrix = PackedMatrix(
+        format, codes, scale, *dtypes, zero, global_scale, layout=layout, shape=(shape[0], shape[1])
+    )
     x_TK = x.reshape(-1, shape[1])
-    if layout == NAIVE or not len(x_TK):
-        y_TN = naive.quantized_linear(x_TK, matrix) if layout == NAIVE else x_TK.new_empty(0, shape[0])
+    if x_scale is not None and len(x_TK) and x_scale.dim() > 1:
+        x_scale = x_scale.reshape(len(x_TK), -1)
+    if layout == NAIVE:
+        y_TN = naive.quantized_linear(x_TK, matrix, x_scale)
+    elif not len(x_TK):
+        y_TN = x_TK.new_empty(0, shape[0], dtype=x.dtype if x_scale is None else matrix.dtype)
     else:
         assert locks is not None
-        y_TN = _humming().quantized_linear(x_TK, matrix, locks)
+        own = _implementation(matrix, len(x_TK)) if x_scale is None else None
+        y_TN = own(x_TK, matrix) if own else _humming().quantized_linear(x_TK, x_scale, matrix, locks)
     return y_TN.view(*x.shape[:-1], shape[0])
 
 
-def _shape(x: Tensor, *arguments: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], arguments[5][0])  # type: ignore[index]
+def _result(x: Tensor, x_scale: Tensor | None, *arguments: Any) -> Tensor:
+    """Return a tensor like the result, for the compiler."""
+    shape, dtype = arguments[5], getattr(torch, arguments[9])
+    return x.new_empty(*x.shape[:-1], shape[0], dtype=x.dtype if x_scale is None else dtype)
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
 _library.define(
-    "quantized_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? locks, "
-    "int[] shape, str kind, int group, str scales, str dtype, str rounded, str layout) -> Tensor"
+    "quantized_linear(Tensor x, Tensor? x_scale, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, "
+    "Tensor? locks, int[] shape, str kind, int group, str scales, str dtype, str rounded, str layout) -> Tensor"
 )
 _library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::quantized_linear", _shape, lib=_library)
+torch.library.register_fake("nibble::quantized_linear", _result, lib=_library)

@@ -2,8 +2,13 @@
 
 Its kernels are compiled by NVRTC when a model loads, and kept in the cache folder. For each shape and format there is
 a list of kernels by number of rows; a launch chooses one on the host, so it can be captured in a CUDA graph. Weights
-are brought into its own layout first, on the GPU. Which kernels there are, and how tensors are laid out, is what its
-`HummingWeightSchema`, `transform.py` and `kernel/humming.py` say (0.1.19).
+are brought into its own layout first, on the GPU; that depends on whether activations are FP8, and not on the number of
+rows. Which kernels there are, and how tensors are laid out, is what its `HummingWeightSchema`, `HummingInputSchema`,
+`transform.py` and `kernel/humming.py` say (0.1.19).
+
+FP8 by FP8 on Hopper takes float32 scales of activations (one, by token or by group), of weights by row, by group or by
+block of the same group, and no groups below 32, so that it leaves out NVFP4. Sums of a group are promoted to float32;
+without groups the tensor cores add up a whole row, in about 14 bits.
 
 Shape suffixes: T tokens, N outputs, K inputs.
 """
@@ -20,9 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibble.errors import BackendError
 from nibble.hardware import cache_folder
 from nibble.kernels import UNBOUNDED
-from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear import cuda, schedules
+from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
+from nibble.kernels.weight_formats import GROUP, Activations
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
 DTYPES = {
@@ -33,9 +41,17 @@ DTYPES = {
     "e8m0": "float8e8m0",
 }
 """Our names of codes and scales -> the library's."""
+LARGEST_E4M3 = 0x7E
+"""The byte of 448: those above are negative, or no numbers."""
+INPUT_MODES = {
+    Activations.GROUP: "dynamic_group",
+    Activations.TOKEN: "dynamic_token",
+    Activations.TENSOR: "static_tensor",
+}
+"""Our names of how activations are quantised -> the library's."""
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
-RANGES = (8, 16, 32, 48, 64, 96, 128, 256, 512, 2048, 8192)
-"""Numbers of rows; between two of them the kernel for the larger computes. The library itself has three times as many
+RANGES = (8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+"""Numbers of rows; between two of them the kernel for the larger computes. The library itself has four times as many
 kernels, each of which takes seconds to compile."""
 LOCKS = 2048
 """int32 values with which programs of a product wait for one another, all zero between products."""
@@ -43,82 +59,126 @@ _kernels: dict[tuple[str, torch.device], Tensor] = {}
 """By layout and device: what the library's launcher chooses a kernel by, int64 [4 * kernels] on the host."""
 
 
-def _schema(matrix: PackedMatrix) -> Any:
+def _uses_blocks(key: KernelKey) -> bool:
+    """Return whether its kernels read a scale for each block, and not for each row of it."""
+    return key.is_blocked and key.activations is Activations.GROUP
+
+
+def _weight_schema(key: KernelKey) -> Any:
     from humming.schema import HummingWeightSchema
 
-    format = matrix.format
+    format, blocks = key.format, _uses_blocks(key)
     second = "none"
-    if matrix.global_scale is not None:
-        second = "tensor" if len(matrix.global_scale) == 1 else "channel"
+    if format.has_global:
+        second = "channel" if key.has_row_globals else "tensor"
+    scales = DTYPES[format.scales] if format.scales else str(key.dtype).removeprefix("torch.")
     return HummingWeightSchema(
         b_dtype=DTYPES[format.codes],
-        bs_dtype=DTYPES[format.scales] if format.scales else str(matrix.dtype).removeprefix("torch."),
+        bs_dtype="float32" if blocks else scales,
         weight_scale_group_size=format.group,
-        weight_scale_type="group" if format.group else "channel",
+        weight_scale_group_size_n=format.group if blocks else 0,
+        weight_scale_type="block" if blocks else "group" if format.group else "channel",
         weight_scale_2_type=second,
         has_zero_point=format.has_zero,
     )
 
 
-def _config(matrix: PackedMatrix) -> Any:
-    from humming.transform import prepare_layer_config
+def _input_schema(key: KernelKey) -> Any:
+    from humming.schema import HummingInputSchema
 
-    rows, columns = matrix.shape
-    return prepare_layer_config(
-        rows, columns, _schema(matrix), torch_dtype=matrix.dtype, device=matrix.codes.device
+    if key.activations is Activations.NONE:
+        return None
+    return HummingInputSchema(
+        a_dtype=DTYPES["e4m3"],
+        input_scale_group_size=GROUP if key.activations is Activations.GROUP else 0,
+        input_quant_mode=INPUT_MODES[key.activations],
     )
 
 
-def _schedules(config: Any, device: torch.device) -> list[list[Any]]:
-    """Return the kernels of a matrix: for more rows than the first number, up to the second, settings of a kernel."""
+def layer_config(key: KernelKey, device: torch.device) -> Any:
+    """Return what the library calls the kernels of a matrix by."""
+    from humming.transform import prepare_layer_config
+
+    rows, columns = key.shape
+    return prepare_layer_config(
+        rows, columns, _weight_schema(key), _input_schema(key), torch_dtype=key.dtype, device=device
+    )
+
+
+def _schedules(key: KernelKey, config: Any, device: torch.device, few: int) -> list[list[Any]]:
+    """Return the kernels of a matrix: for more rows than the first number, up to the second, settings of a kernel.
+
+    Up to `few` rows are multiplied elsewhere, so there is no kernel for them alone.
+    """
     from humming.tune import get_heuristics_config
 
-    schedules: list[list[Any]] = []
-    for first, last in pairwise((0, *RANGES)):
-        settings = get_heuristics_config(config, shape_m=last, device=device)
-        if schedules and schedules[-1][2] == settings:
-            schedules[-1][1] = last
+    measured = schedules.measured(key, config.sm_version)
+    ranges: list[list[Any]] = []
+    lasts = {last for last in (*RANGES, *measured) if last > few}
+    for first, last in pairwise(sorted({0, *lasts})):
+        settings = measured.get(last) or get_heuristics_config(config, shape_m=last, device=device)
+        settings = {**settings, **schedules.COMMON.get(config.sm_version, {})}
+        if ranges and ranges[-1][2] == settings:
+            ranges[-1][1] = last
         else:
-            schedules.append([first, last, settings])
-    schedules[-1][1] = UNBOUNDED
-    return schedules
+            ranges.append([first, last, settings])
+    ranges[-1][1] = UNBOUNDED
+    return ranges
 
 
-def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], list[int]]:
-    """Compile the kernels of matrices, all at the same time; return for each key numbers of rows that call each."""
+def set_environment() -> None:
+    """Set what the library reads when it is imported."""
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder() / "humming"))
     # Else each process that imports it starts another, which looks for a compiler of C++.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+
+
+def compile_all(matrices: Iterable[PackedMatrix]) -> dict[KernelKey, list[int]]:
+    """Compile the kernels of matrices, all at the same time; return for each key numbers of rows that call each."""
+    set_environment()
     from humming.kernel.humming import HummingKernel
 
     by_key = {matrix.key: matrix for matrix in matrices}
-    configs = {key: _config(matrix) for key, matrix in by_key.items()}
+    devices = {key: matrix.codes.device for key, matrix in by_key.items()}
+    configs = {key: layer_config(key, device) for key, device in devices.items()}
 
-    def compile(key: tuple[object, ...]) -> Tensor:
-        config, device = configs[key], by_key[key].codes.device
+    def compile(key: KernelKey) -> Tensor:
+        few = cuda.FEW_TOKENS if cuda.serves(by_key[key]) else 0
         kernels: Tensor = HummingKernel.prepare_kernels(
-            config.to_str(), tuning_config=_schedules(config, device), device=device
+            configs[key].to_str(),
+            tuning_config=_schedules(key, configs[key], devices[key], few),
+            device=devices[key],
         )
         return kernels
 
-    if not by_key:
+    if not devices:
         return {}
-    with ThreadPoolExecutor(len(by_key)) as pool:
-        kernels = dict(zip(by_key, pool.map(compile, by_key), strict=True))
+    with ThreadPoolExecutor(len(devices)) as pool:
+        kernels = dict(zip(devices, pool.map(compile, devices), strict=True))
     for key, table in kernels.items():
-        _kernels[configs[key].to_str(), by_key[key].codes.device] = table
+        use(table, configs[key].to_str(), devices[key])
     # Each kernel is for more than its first number of rows, and up to its second.
     return {key: [first + 1 for first in table.view(-1, 4)[:, 0].tolist()] for key, table in kernels.items()}
+
+
+def use(kernels: Tensor, layout: str, device: torch.device) -> None:
+    """Let these kernels multiply matrices of a layout: for each its range of rows, its number, and processors."""
+    _kernels[layout, device] = kernels
 
 
 def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
     """Return a matrix in the layout of its kernels, which are compiled, and the locks of its products."""
     from humming.transform import transform_humming_tensors
 
-    config, scales, device = _config(matrix), matrix.format.scales, matrix.codes.device
+    scales, device = matrix.format.scales, matrix.codes.device
+    config, scale = layer_config(matrix.key, device), matrix.scale
+    if _uses_blocks(matrix.key):
+        scale = scale[:: matrix.format.group].float()
+    if scales == "e4m3" and bool((scale > LARGEST_E4M3).any()):
+        raise BackendError("a block of weights has a negative scale, or one that is no number")
     tensors = {
         "weight": matrix.codes.contiguous(),
-        "weight_scale": matrix.scale.view(SCALE_DTYPES[scales]) if scales else matrix.scale,
+        "weight_scale": scale.view(SCALE_DTYPES[scales]) if scales else scale,
         "zero_point": matrix.zero,
         "weight_scale_2": matrix.global_scale,
     }
@@ -137,8 +197,8 @@ def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
     return packed, torch.zeros(LOCKS, dtype=torch.int32, device=device)
 
 
-def quantized_linear(x_TK: Tensor, matrix: PackedMatrix, locks: Tensor) -> Tensor:
-    """Compute x W^T -> [T, N], for a matrix that prepare() returned."""
+def quantized_linear(x_TK: Tensor, x_scale: Tensor | None, matrix: PackedMatrix, locks: Tensor) -> Tensor:
+    """Compute x W^T -> [T, N], for a matrix that prepare() returned; scales of FP8 activations are [T, G] or [1]."""
     from humming import ops
 
     scale, scales = matrix.scale, matrix.format.scales
@@ -148,6 +208,7 @@ def quantized_linear(x_TK: Tensor, matrix: PackedMatrix, locks: Tensor) -> Tenso
         weight=matrix.codes,
         weight_scale=scale.view(SCALE_DTYPES[scales]) if scales else scale,
         weight_scale_2=matrix.global_scale,
+        input_scale=None if x_scale is None else x_scale.contiguous(),
         zero_point=matrix.zero,
         locks=locks,
     )

@@ -7,17 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nibble.kernels.weight_formats import WORD, WeightFormat
+from nibble.kernels.weight_formats import WORD, Activations, WeightFormat
 
 NAIVE = ""
 """The layout that naive.py reads: that of kernels/weight_formats.py."""
 TENSORS = ("codes", "scale", "zero", "global_scale")
 """Fields of a matrix that lie on the device."""
+
+
+class KernelKey(NamedTuple):
+    """What the kernels of a matrix are chosen by."""
+
+    format: WeightFormat
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    has_row_globals: bool
+    """Whether there is a global scale for each row."""
+    activations: Activations
+    is_blocked: bool
+    """Whether scales are those of square blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,12 @@ class PackedMatrix:
     """What dequantised values are rounded to; float32: they are not."""
     zero: Tensor | None = None
     global_scale: Tensor | None = None
+    block_rows: int = 1
+    """Outputs that follow one another and have the same scales, in the layout NAIVE."""
+    activations: Activations = Activations.NONE
+    """How inputs are quantised before the product."""
+    input_scale: Tensor | None = None
+    """float32 [1], where activations have one scale."""
     layout: str = NAIVE
     """Which kernels read codes and scales: what humming.py calls them by, or NAIVE."""
     shape: tuple[int, int] = (0, 0)
@@ -60,10 +79,11 @@ class PackedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> KernelKey:
         """What kernels are chosen by."""
-        per_row = self.global_scale is not None and len(self.global_scale) > 1
-        return self.format, self.shape, self.dtype, per_row
+        has_row_globals = self.global_scale is not None and len(self.global_scale) > 1
+        is_blocked = self.format.group > 0 and self.block_rows % self.format.group == 0
+        return KernelKey(self.format, self.shape, self.dtype, has_row_globals, self.activations, is_blocked)
 
     @property
     def facts(self) -> tuple[Any, ...]:
@@ -76,6 +96,8 @@ class PackedMatrix:
 def merged(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
     """Return one matrix with the rows of all; their formats and numbers of inputs are the same."""
     first = matrices[0]
+    heights = {m.block_rows if m.rows % m.block_rows == 0 else 1 for m in matrices}
+    inputs = [m.input_scale for m in matrices if m.input_scale is not None]
     scales = [m.global_scale.expand(1) for m in matrices if m.global_scale is not None]
     global_scale = torch.cat(scales) if scales else None
     if global_scale is not None:
@@ -88,4 +110,7 @@ def merged(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
         scale=torch.cat([m.scale for m in matrices]),
         zero=None if first.zero is None else torch.cat([m.zero for m in matrices if m.zero is not None]),
         global_scale=global_scale,
+        block_rows=heights.pop() if len(heights) == 1 else 1,
+        # They see the same inputs; the largest scale clips none that one of them would keep.
+        input_scale=torch.cat(inputs).amax(0, keepdim=True) if inputs else None,
     )

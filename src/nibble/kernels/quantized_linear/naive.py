@@ -1,4 +1,7 @@
-"""The definition of products with packed matrices, in torch and float32.
+"""The definition of products with packed matrices, in torch and float32, and of activations in FP8.
+
+Activations are E4M3 codes of x / scale, rounded to nearest, with scale = amax / 448 of a token, or of a token and 128
+inputs, or the scale of a checkpoint, beyond whose range they are clipped.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
@@ -9,12 +12,14 @@ import torch
 from torch import Tensor
 
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
-from nibble.kernels.weight_formats import BITS, WORD
+from nibble.kernels.weight_formats import BITS, E4M3_MAX, GROUP, WORD, Activations
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS = 127
 ROWS = 4096
 """Outputs that are unpacked at a time."""
+TINY = 1e-10
+"""The least amax of activations, so that zeros have a scale."""
 
 
 def unpack_words(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -70,9 +75,44 @@ def _by_group(x_NK: Tensor, values_NG: Tensor, apply: object) -> Tensor:
     return apply(groups, values_NG[..., None]).flatten(1)  # type: ignore[operator]
 
 
-def quantized_linear(x: Tensor, matrix: PackedMatrix) -> Tensor:
-    """Compute x W^T -> [T, N] in the dtype of x [T, K]."""
-    x_TK = x.float()
+def quantize_activations(
+    x: Tensor, activations: Activations, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise inputs of a product to FP8. A compiler makes one kernel of it, with what comes before.
+
+    Args:
+        x: [..., K], with whole groups of inputs.
+        activations: How; not NONE.
+        input_scale: float32 [1], for TENSOR.
+
+    Returns:
+        Codes, E4M3 [..., K], and float32 scales: [..., G] of groups, [..., 1] of tokens, or input_scale.
+    """
+    values, columns = x.float(), x.shape[-1]
+    if activations is Activations.TENSOR:
+        assert input_scale is not None
+        scale, scaled = input_scale, values / input_scale
+    else:
+        groups = values.unflatten(-1, (-1, GROUP if activations is Activations.GROUP else columns))
+        scale = groups.abs().amax(-1).clamp(min=TINY) / E4M3_MAX
+        scaled = (groups / scale.unsqueeze(-1)).flatten(-2)
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def quantized_linear(x: Tensor, matrix: PackedMatrix, x_scale: Tensor | None = None) -> Tensor:
+    """Compute x W^T -> [T, N].
+
+    Args:
+        x: [T, K], or codes of quantize_activations().
+        matrix: W.
+        x_scale: Of codes, [T, G] or [1].
+
+    Returns:
+        In the dtype of x; of codes in the compute dtype.
+    """
+    x_TK, dtype = x.float(), x.dtype
+    if x_scale is not None:
+        x_TK, dtype = _by_group(x_TK, x_scale.reshape(-1, x_scale.shape[-1]), torch.mul), matrix.dtype
     starts = range(0, matrix.rows, ROWS)
     parts = [x_TK @ dequantize(matrix, n, min(n + ROWS, matrix.rows)).T for n in starts]
-    return torch.cat(parts, 1).to(x.dtype)
+    return torch.cat(parts, 1).to(dtype)

@@ -25,9 +25,8 @@ from nibble import formats
 from nibble.formats.base import E2M1_MAX
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.quantized_linear.naive import dequantize, pack_words
-from nibble.kernels.weight_formats import WORD, WeightFormat
+from nibble.kernels.weight_formats import E4M3_MAX, WORD, WeightFormat
 
-E4M3_MAX = 448.0
 E2M1_FORMATS = {"e4m3": "nvfp4", "e8m0": "mxfp4"}
 """Names of formats by that of their scales."""
 ENCODER = "sweep"
@@ -53,7 +52,7 @@ def quantize(
         _quantize(part.float(), format, dtype, block_rows, global_scale) for part in weight_NK.split(ROWS)
     ]
     codes, scale = (torch.cat(column) for column in zip(*parts, strict=True))
-    return PackedMatrix(format, codes, scale, dtype, global_scale=global_scale)
+    return PackedMatrix(format, codes, scale, dtype, global_scale=global_scale, block_rows=block_rows)
 
 
 def rounded(weight_NK: Tensor, format: WeightFormat, block_rows: int = 1) -> Tensor:

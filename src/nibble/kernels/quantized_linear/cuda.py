@@ -1,0 +1,177 @@
+"""Products with packed matrices in the layout of humming.py, in CUDA C++: few.cu for few tokens, unpack.cu for many.
+
+A decode step does hardly anything but read weights, and a step of thousands of prompt tokens hardly anything but
+multiply. The library's kernels, made for any number of rows, read FP8 at three quarters of the speed of memory, and
+multiply FP8 and FP4 by a fourteenth slower than cuBLAS. So few.cu reads weights once, from end to end; and for many
+tokens some outputs after another are dequantised, which the L2 cache holds, and multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibble.kernels import SM90, gpu_of, import_problem
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.weight_formats import Activations
+
+FEW, UNPACK = (Path(__file__).with_name(name) for name in ("few.cu", "unpack.cu"))
+FEW_TOKENS = 8
+"""The most for which few.cu is faster; it computes 16, too."""
+MOST_TOKENS = 16
+MANY_TOKENS = 4096
+"""Tokens from which on dequantising takes a few hundredths of the time of a product."""
+CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2}
+SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
+GROUPS = (16, 32, 128)
+MULTIPLE = 128
+"""What outputs and inputs are multiples of."""
+WARPS, MOST_SPLITS = 4, 8
+"""Warps of a block of few.cu, and blocks of a cluster, which share inputs."""
+WARPS_OF_PROCESSOR = 8
+"""Inputs are split until there are about as many."""
+STAGES, STAGE_CODES = 3, 4096
+"""What a warp has in shared memory, and the bytes of codes of each."""
+SLICE = 16 << 20
+"""Bytes of weights that are dequantised at a time, a third of the L2 cache."""
+UNPACK_SIZE = 64
+"""Outputs and inputs of a block of unpack.cu."""
+
+
+def serves(matrix: PackedMatrix) -> bool:
+    """Return whether these kernels multiply with a matrix."""
+    format = matrix.format
+    return (
+        matrix.codes.is_cuda
+        and gpu_of(matrix.codes.device).arch == SM90
+        and matrix.dtype == torch.bfloat16
+        and matrix.activations is Activations.NONE
+        and format.codes in CODES
+        and format.group in GROUPS
+        and not format.has_zero
+        and not any(size % MULTIPLE for size in matrix.shape)
+        and not import_problem("cuda.bindings")
+    )
+
+
+def is_few(matrix: PackedMatrix, tokens: int) -> bool:
+    """Return whether few_linear() is the fastest."""
+    return tokens <= FEW_TOKENS and serves(matrix)
+
+
+def is_many(matrix: PackedMatrix, tokens: int) -> bool:
+    """Return whether many_linear() is the fastest; integers are multiplied by the library as fast as by cuBLAS."""
+    return tokens >= MANY_TOKENS and matrix.format.codes != "uint4" and serves(matrix)
+
+
+def splits_of(outputs: int, inputs: int, processors: int) -> int:
+    """Return among how many blocks of a cluster the inputs of an output are split."""
+    splits, warps = 1, outputs // MULTIPLE * WARPS
+    while splits < MOST_SPLITS and splits * warps < WARPS_OF_PROCESSOR * processors:
+        splits *= 2
+    return min(splits, max(inputs // (MULTIPLE * WARPS), 1))
+
+
+def macros(matrix: PackedMatrix) -> dict[str, int]:
+    """Return the macros of packed.cuh."""
+    format, scale = matrix.format, matrix.global_scale
+    kind = 0 if scale is None else 1 if len(scale) == 1 else 2
+    return {
+        "CODES": CODES[format.codes],
+        "SCALES": SCALES[format.scales],
+        "GROUP": format.group,
+        "GLOBAL": kind,
+    }
+
+
+def shared_bytes(matrix: PackedMatrix, warps: int) -> int:
+    """Return the dynamic shared memory of a block of few.cu."""
+    chunk = STAGE_CODES * 8 // (MULTIPLE * matrix.format.bits)
+    scales = max(chunk // matrix.format.group, 1) * MULTIPLE * (1 if matrix.format.scales else 2)
+    return warps * STAGES * (STAGE_CODES + scales)
+
+
+@cache
+def _kernel(source: Path, arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
+    from nibble.kernels.nvrtc import Kernel, cubin
+
+    return Kernel(cubin(source, arch, dict(settings)), source.stem, shared)
+
+
+def few_linear(
+    x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None, warps: int = WARPS
+) -> Tensor:
+    """Compute x W^T -> [T, N], for at most MOST_TOKENS tokens and a matrix that serves() accepts.
+
+    Args:
+        x_TK: bfloat16.
+        matrix: In the layout of humming.py.
+        splits: Among how many blocks inputs are split, in place of the fastest.
+        warps: Of a block.
+
+    Raises:
+        BackendError: The driver refuses the launch.
+    """
+    (outputs, inputs), gpu = matrix.shape, gpu_of(x_TK.device)
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    out_TN = x_TK.new_empty(len(x_TK), outputs)
+    splits = splits or splits_of(outputs, inputs, gpu.processors)
+    columns, shared = 8 if len(x_TK) <= 8 else MOST_TOKENS, shared_bytes(matrix, warps)
+    settings = macros(matrix) | {"COLUMNS": columns, "WARPS": warps, "SPLITS": splits}
+    kernel = _kernel(FEW, gpu.arch, x_TK.device.index or 0, shared, tuple(settings.items()))
+    sizes = len(x_TK), outputs, inputs, x_TK.stride(0)
+    _launch(kernel, outputs // MULTIPLE * splits, 32 * warps, shared, matrix, (x_TK, out_TN), sizes)
+    return out_TN
+
+
+def many_linear(x_TK: Tensor, matrix: PackedMatrix) -> Tensor:
+    """Compute x W^T -> [T, N], some outputs after another; the matrix is one that serves() accepts.
+
+    Args:
+        x_TK: bfloat16.
+        matrix: In the layout of humming.py.
+
+    Raises:
+        BackendError: The driver refuses the launch.
+    """
+    outputs, inputs = matrix.shape
+    count = min(max(SLICE // (2 * inputs * MULTIPLE), 1) * MULTIPLE, outputs)
+    out_TN, weight_NK = x_TK.new_empty(len(x_TK), outputs), x_TK.new_empty(count, inputs)
+    for first in range(0, outputs, count):
+        part_NK = weight_NK[: min(count, outputs - first)]
+        unpack(matrix, first, part_NK)
+        torch.mm(x_TK, part_NK.T, out=out_TN[:, first : first + len(part_NK)])
+    return out_TN
+
+
+def unpack(matrix: PackedMatrix, first: int, out_NK: Tensor) -> None:
+    """Dequantise the rows of a matrix from `first` on, a multiple of MULTIPLE, as many as out [N, K] has.
+
+    Raises:
+        BackendError: The driver refuses the launch.
+    """
+    (outputs, inputs), device = matrix.shape, out_NK.device
+    kernel = _kernel(UNPACK, gpu_of(device).arch, device.index or 0, 0, tuple(macros(matrix).items()))
+    blocks = len(out_NK) // UNPACK_SIZE * (inputs // UNPACK_SIZE)
+    _launch(kernel, blocks, 32, 0, matrix, (out_NK,), (first, outputs, inputs))
+
+
+def _launch(
+    kernel: Any,
+    blocks: int,
+    threads: int,
+    shared: int,
+    matrix: PackedMatrix,
+    others: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+) -> None:
+    from nibble.kernels.nvrtc import INT, POINTER
+
+    tensors = (matrix.codes, matrix.scale, matrix.global_scale, *others)
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    types = (POINTER,) * len(pointers) + (INT,) * len(sizes)
+    kernel.launch(blocks, threads, shared, types, (*pointers, *sizes), starts_early=True)
