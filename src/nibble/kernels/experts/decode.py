@@ -1,7 +1,7 @@
 """Words of experts' codes (matrices.py) unpacked in Triton.
 
-PTX moves the codes of two words at once, which lie in one register, and multiplies pairs of bfloat16 values; GPUs before
-SM90 do that only by fused multiply-add, so -0.0 is added. E4M3's NaN becomes 480.
+PTX moves the codes of two words at once, which lie in one register, and multiplies pairs of bfloat16 values; GPUs
+before SM90 do that only by fused multiply-add, so -0.0 is added. E4M3's NaN becomes 480.
 
 Shape suffixes: N outputs, W words of a row, G groups of inputs.
 """

@@ -78,9 +78,7 @@ class PackedExperts:
         """Return an expert's matrix -> float32 [N, K]."""
         format, scale = self.format, None if self.global_scale is None else self.global_scale[expert]
         codes, scale_NG = restored(self.codes[expert], format), self.scale[expert].T
-        return dequantize(
-            PackedMatrix(format, codes, scale_NG, self.dtype, self.rounded, global_scale=scale)
-        )
+        return dequantize(PackedMatrix(format, codes, scale_NG, self.dtype, self.rounded, global_scale=scale))
 
 
 def packed_experts(matrices: Sequence[PackedMatrix]) -> PackedExperts | None:
@@ -104,7 +102,9 @@ def packed_experts(matrices: Sequence[PackedMatrix]) -> PackedExperts | None:
     scale = torch.stack([m.scale.T for m in matrices])
     global_scale = None
     if first.format.has_global:
-        global_scale = torch.stack([m.global_scale.expand(rows) for m in matrices if m.global_scale is not None])
+        global_scale = torch.stack(
+            [m.global_scale.expand(rows) for m in matrices if m.global_scale is not None]
+        )
     return PackedExperts(first.format, codes, scale, first.dtype, first.rounded, global_scale)
 
 

@@ -6,11 +6,11 @@ A program takes some outputs of one expert and all tokens, of which those count 
 of choices by itself. So nothing is sorted beforehand, and the host need not know who chose what. Programs are told by
 number which expert is theirs: of all, or, where there are much fewer choices than experts, of those that are chosen.
 
-Matrices that are packed (matrices.py) are unpacked in registers, on the way to the tensor cores. Scales of blocks in the
-compute dtype multiply sums of a block's products, other scales weights: both are exact. Few tokens of many that chose an
-expert are brought together in a narrow tile, as wide ones would take longer to multiply than codes to read. Many tokens
-come sorted by their experts, and each tile of them reads the matrix anew: it is in the cache, and at 8,192 tokens
-unpacking costs less than a copy of all experts in bfloat16, which is written once and read once and must have room.
+Matrices that are packed (matrices.py) are unpacked in registers, on the way to the tensor cores. Scales in the compute
+dtype multiply sums of a group's products, other scales weights: both are exact. The tokens that chose an expert are
+brought together in a narrow tile, as wide ones would take longer to multiply than codes to read. Many tokens come
+sorted by their experts, and each tile of them reads the matrix anew, from the cache: a copy of all experts in bfloat16
+would be written and read once, six times the bytes of FP8, for whatever number of tokens, and must have room.
 
 Shape suffixes: M tokens, padded; K choices of a token, S of all tokens, both padded; N outputs; I inputs. Names in
 capitals are constants of a kernel.
@@ -35,8 +35,8 @@ MAX_LISTED = 128
 """Choices up to which a program finds out by itself which expert is the n-th that is chosen."""
 STEP_BYTES, STAGES = 1 << 14, 4
 """Bytes of weights that a program loads at a time, and how many times ahead: two programs of a processor have room."""
-PACKED_STEP, PACKED_STAGES = 128, 6
-"""Inputs of packed matrices that a program loads at a time, and how many times ahead at most."""
+PACKED_STEP, PACKED_STAGES = 1024, 6
+"""Bits of a row of packed matrices that a program loads at a time, and how many times ahead at most."""
 SPREAD = 2
 """Times the mean number of an expert's tokens that a tile has room for."""
 MANY_ROWS, MANY_OUTPUTS = (64, 128), 128
@@ -56,14 +56,14 @@ def _take_expert(experts, choices, number, EXPERTS: tl.constexpr, S: tl.constexp
 
 @triton.jit
 def _plain_product(
-    weight, stride_N, stride_I, x_M, live_M, n, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr,
-    STAGES: tl.constexpr,
+    weight, stride_N, stride_I, x, row_M, x_stride, live_M, n, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a tile of outputs in float32, [N, M]: the weight is on the left, where its rows fill a tile."""
+    """Return the sums of a tile of outputs in float32, [N, M]; the weight is on the left, where it fills a tile."""
     i = tl.arange(0, BI)
     weight_at = weight + n[:, None].to(tl.int64) * stride_N + i[None, :].to(tl.int64) * stride_I
-    x_at = x_M[None, :] + i[:, None]
-    sum_NM = tl.zeros((n.shape[0], x_M.shape[0]), tl.float32)
+    x_at = x + row_M.to(tl.int64)[None, :] * x_stride + i[:, None]
+    sum_NM = tl.zeros((n.shape[0], row_M.shape[0]), tl.float32)
     for start in tl.range(0, INPUTS, BI, num_stages=STAGES):
         keep_I = start + i < INPUTS
         # It is read once, and must not push x out of the cache.
@@ -78,16 +78,16 @@ def _plain_product(
 
 @triton.jit
 def _packed_product(
-    words, scale, global_scale, expert, x_M, live_M, n, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
-    BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
+    words, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
+    RUN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of a tile of outputs in float32, [N, M], of matrices that are packed.
 
     Each of a word's codes has a tile of its own, and so have the inputs that it is multiplied with. Scales in the
     compute dtype multiply the sums of a step, which is no more than a group.
     """
-    M: tl.constexpr = x_M.shape[0]
+    M: tl.constexpr = row_M.shape[0]
     BW: tl.constexpr = BI // PARTS
     WORDS: tl.constexpr = INPUTS // PARTS
     GROUPS: tl.constexpr = INPUTS // GROUP if GROUP else 1
@@ -98,7 +98,7 @@ def _packed_product(
     words_at = words + expert.to(tl.int64) * (OUTPUTS * WORDS) + n[:, None] * WORDS + w[None, :]
     scale_N = scale + expert.to(tl.int64) * (GROUPS * OUTPUTS) + n
     i_W = w // RUN * (RUN * PARTS) + w % RUN
-    x_at = x_M[None, :] + i_W[:, None]
+    x_at = x + row_M.to(tl.int64)[None, :] * x_stride + i_W[:, None]
     sum_NM = tl.zeros((BN, M), tl.float32)
     if SCALES == "":
         factor_NW = tl.full((BN, BW), TWO_120, tl.bfloat16)
@@ -116,7 +116,7 @@ def _packed_product(
             factor_NG = tl.trans(factors(scale_GN, CODES, SCALES))
             factor_NGW = tl.broadcast_to(factor_NG[:, :, None], (BN, STEP_GROUPS, GROUP_WORDS))
             factor_NW = tl.reshape(factor_NGW, (BN, BW))
-        parts = unpack(words_NW, factor_NW, CODES, x_M.dtype.element_ty)
+        parts = unpack(words_NW, factor_NW, CODES, x.dtype.element_ty)
         # --- multiply
         part_NM = sum_NM
         if SCALES == "" and GROUP > 0:
@@ -145,7 +145,8 @@ def _packed_product(
 @triton.jit
 def _select(live_M, first, C: tl.constexpr):
     """Return which are the C live ones from number `first` on, and how many of these there are."""
-    rank_M, m_M, c_C = tl.cumsum(live_M.to(tl.int32)) - 1 - first, tl.arange(0, live_M.shape[0]), tl.arange(0, C)
+    rank_M = tl.cumsum(live_M.to(tl.int32)) - 1 - first
+    m_M, c_C = tl.arange(0, live_M.shape[0]), tl.arange(0, C)
     is_it_CM = live_M[None, :] & (rank_M[None, :] == c_C[:, None])
     return tl.sum(tl.where(is_it_CM, m_M[None, :], 0), 1), c_C < tl.sum(live_M.to(tl.int32)) - first
 
@@ -182,26 +183,40 @@ def few_kernel(
     chosen_MK = tl.load(experts + m_M[:, None] * TOP_K + k_K[None, :], mask=keep_MK, other=EXPERTS)
     # Where a token chose it twice, one of both rows is computed: they are the same.
     choice_M = tl.max(tl.where(chosen_MK == expert, k_K[None, :] + 1, 0), 1)
-    count = tl.sum((choice_M > 0).to(tl.int32))
+    if tl.max(choice_M) == 0:
+        return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    for first in range(0, count, BM):
+    # A single turn is no loop.
+    stop = tl.sum((choice_M > 0).to(tl.int32)) if BM < M else 1
+    for first in range(0, stop, BM):
         m, live, choice = m_M, choice_M > 0, choice_M
         if BM < M:
             m, live = _select(choice_M > 0, first, BM)
-            mine = tl.load(experts + m[:, None] * TOP_K + k_K[None, :], mask=(k_K < TOP_K)[None, :], other=EXPERTS)
+            choice_at = experts + m[:, None] * TOP_K + k_K[None, :]
+            mine = tl.load(choice_at, mask=(k_K < TOP_K)[None, :], other=EXPERTS)
             choice = tl.max(tl.where(mine == expert, k_K[None, :] + 1, 0), 1)
         # --- product
         row = m * TOP_K + choice - 1 if EACH else m
-        x_M = x + row.to(tl.int64) * x_stride
         if CODES == "":
             weight_E = weight + expert.to(tl.int64) * weight_stride_E
             sum_NM = _plain_product(
-                weight_E, weight_stride_N, weight_stride_I, x_M, live, n, OUTPUTS, INPUTS, BI, STAGES
+                weight_E,
+                weight_stride_N,
+                weight_stride_I,
+                x,
+                row,
+                x_stride,
+                live,
+                n,
+                OUTPUTS,
+                INPUTS,
+                BI,
+                STAGES,
             )
         else:
             sum_NM = _packed_product(
-                weight, scale, global_scale, expert, x_M, live, n, OUTPUTS, INPUTS, CODES, GROUP, SCALES, PARTS,
-                RUN, BN, BI, STAGES,
+                weight, scale, global_scale, expert, x, row, x_stride, live, n, OUTPUTS, INPUTS, CODES, GROUP,
+                SCALES, PARTS, RUN, BN, BI, STAGES,
             )  # fmt: skip
         # --- store
         if bias is not None:
@@ -244,7 +259,7 @@ def many_kernel(
         row_M = tl.load(order + s_M, mask=live_M, other=0) // TOP_K
     # --- product
     sum_NM = _packed_product(
-        words, scale, global_scale, expert, x + row_M.to(tl.int64) * x_stride, live_M, n, OUTPUTS, INPUTS, CODES,
+        words, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS, INPUTS, CODES,
         GROUP, SCALES, PARTS, RUN, BN, BI, STAGES,
     )  # fmt: skip
     # --- store
@@ -287,7 +302,7 @@ def tile_of(matrices: int, rows: int, outputs: int, inputs: int, item: int, gpu:
 def packed_tile(
     experts: PackedExperts, matrices: int, rows: int, gpu: GPU, *, outputs: int = 0, warps: int = 4
 ) -> Tile:
-    """Choose the tile of packed matrices: a step is a group where scales multiply sums, else some.
+    """Choose the tile of packed matrices: a step is no more than a group where scales multiply sums.
 
     Args:
         experts: The matrices.
@@ -299,9 +314,14 @@ def packed_tile(
     """
     format, (_, all_outputs, inputs) = experts.format, experts.shape
     outputs = outputs or tile_of(matrices, rows, all_outputs, inputs, 1, gpu).outputs
-    step = (format.group or PACKED_STEP) if not format.scales else PACKED_STEP
+    step = PACKED_STEP // format.bits
+    if format.group and not format.scales:
+        step = format.group
+    # Of a narrow matrix the smallest that the tensor cores take.
+    step = max(min(step, next_power_of_2(inputs)), MMA_ROWS * parts_of(format))
     loaded = outputs * step * format.bits // 8 + rows * step * 2
-    fitting = (n for n in range(PACKED_STAGES, 1, -1) if n * loaded <= gpu.memory // 2)
+    # Two programs share a processor's memory.
+    fitting = (n for n in range(PACKED_STAGES, 1, -1) if 2 * n * loaded <= gpu.memory)
     return Tile(outputs, step, warps, next(fitting, 1))
 
 
@@ -337,8 +357,9 @@ def few_product(
     if isinstance(weight_ENI, PackedExperts):
         together = together or min(rows, max(MMA_ROWS, next_power_of_2(cdiv(choices * SPREAD, experts))))
         tile = tile or packed_tile(weight_ENI, matrices, together, gpu)
-        tensors = weight_ENI.codes, weight_ENI.scale, weight_ENI.global_scale
-        strides, format = (0, 0, 0), _format_of(weight_ENI)
+        tensors: tuple[Tensor | None, ...] = weight_ENI.codes, weight_ENI.scale, weight_ENI.global_scale
+        strides: tuple[int, ...] = (0, 0, 0)
+        format = _format_of(weight_ENI)
     else:
         together = rows
         tile = tile or tile_of(matrices, rows, outputs, inputs, weight_ENI.itemsize, gpu)
@@ -355,7 +376,7 @@ def few_product(
 
 def many_product(
     x: Tensor, order_S: Tensor | None, top_k: int, ends_E: Tensor, experts: PackedExperts, bias_EN: Tensor | None
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply rows that are sorted by their experts with packed matrices -> [S, N]; rows of no expert hold anything.
 
     Args:
