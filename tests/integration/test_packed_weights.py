@@ -23,6 +23,7 @@ from nibble.engine.plan import plan_cache
 from nibble.errors import ConfigError
 from nibble.hardware import lookup_gpu
 from nibble.models import checkpoint
+from nibble.models.experts import packed_matrices
 from nibble.models.linear import (
     MergedLinear,
     QuantizedLinear,
@@ -36,8 +37,9 @@ from nibble.models.refusals import load_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
-UNPACKED = {"ct_w4a16_actorder", "gptoss_mxfp4", "gptq_asym_actorder", "gptq_sym_actorder"}
-"""Inputs out of order, and experts."""
+UNPACKED = {"ct_w4a16_actorder", "gptq_asym_actorder", "gptq_sym_actorder"}
+"""Inputs out of order."""
+EXPERTS = [name for name in NAMES if "moe" in name or name == "gptoss_mxfp4"]
 PARTLY = {"ct_fp8_block": "mlp.down_proj"}
 """A matrix whose inputs are no whole blocks."""
 TOLERANCE = 1e-4
@@ -75,13 +77,13 @@ def copied(name: str, folder: Path, change: Callable[[dict[str, Tensor]], None])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_unpacked_weights(name: str) -> None:
     expected, model = logits(read(FIXTURES / name, Handling.UNPACKED)), read(FIXTURES / name)
-    assert bool(quantized_layers(model)) == (name not in UNPACKED)
+    assert bool(quantized_layers(model) or packed_matrices(model)) == (name not in UNPACKED)
     assert (logits(model) - expected).abs().max() <= TOLERANCE
     prepare_linears(model)
     assert (logits(model) - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "moe" not in name and name not in UNPACKED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*EXPERTS, *UNPACKED}])
 def test_all_quantised_layers_are_packed_and_merged(name: str) -> None:
     plain, model = read(FIXTURES / name, Handling.UNPACKED), read(FIXTURES / name)
     linears = {path for path, module in plain.named_modules() if type(module) is nn.Linear}
@@ -104,12 +106,23 @@ def test_a_plan_counts_the_bytes_that_are_kept(name: str) -> None:
     plan = plan_cache(Config(model=str(folder), dtype="float32", quantized_weights="packed"))
     model = read(folder)
     size = sum(p.nbytes for p in model.parameters()) + sum(x.matrix.nbytes for x in quantized_layers(model))
+    size += sum(x.matrices.nbytes for x in packed_matrices(model))
     assert plan.model_spec.weight_bytes == size
     assert any("multiplied as they are packed" in note for note in plan.plan.notes)
 
 
 @pytest.mark.parametrize(
-    "name", ["awq_gemm", "ct_mixed", "ct_nvfp4_moe", "fp8_block", "gptq_asym", "modelopt_nvfp4"]
+    "name",
+    [
+        "awq_gemm",
+        "ct_mixed",
+        "ct_nvfp4_moe",
+        "fp8_block",
+        "fp8_block_moe",
+        "gptoss_mxfp4",
+        "gptq_asym",
+        "modelopt_nvfp4",
+    ],
 )
 def test_an_engine_serves_them(name: str) -> None:
     options = {
@@ -122,7 +135,8 @@ def test_an_engine_serves_them(name: str) -> None:
     answers = []
     for handling in ("packed", "unpacked"):
         with LLM(str(FIXTURES / name), quantized_weights=handling, **options) as llm:
-            assert bool(quantized_layers(llm.engine.runner.model)) == (handling == "packed")
+            model: Any = llm.engine.runner.model
+            assert bool(quantized_layers(model) or packed_matrices(model)) == (handling == "packed")
             (output,) = llm.generate([list(range(5, 25))], max_tokens=8, prompt_logprobs=0, ignore_eos=True)
             assert output.prompt_logprobs is not None
             answers.append([entry.logprob for entry in output.prompt_logprobs[1:] if entry])

@@ -19,6 +19,7 @@ from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
 from nibble.models import hook, online, refusals
 from nibble.models import quantization as quantized
+from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
@@ -131,19 +132,27 @@ def _stored_weights(
     if quantization is None:
         return None
     size = quantized.stored_bytes(quantization, _parameters(model))
-    packed = quantized.packed_bytes(quantization, _parameters(model), dtype)
-    return StoredWeights(quantization.method, quantization.kind, size, packed, quantized.unreadable(entry))
+    packed, experts = (
+        quantized.packed_bytes(quantization, _parameters(model), dtype, linears=linears)
+        for linears in (True, False)
+    )
+    return StoredWeights(
+        quantization.method, quantization.kind, size, packed, experts, quantized.unreadable(entry)
+    )
 
 
 def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:
     """Yield the parameters of a model, each once, though some have several names."""
     counted: set[int] = set()
     for path, module in model.named_modules():
+        experts, is_transposed = expert_matrices(module), bool(getattr(module, "is_transposed", False))
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in counted:
                 counted.add(id(parameter))
                 linear = isinstance(module, nn.Linear) and name == "weight"
-                yield quantized.Parameter(path, tuple(parameter.shape), linear)
+                yield quantized.Parameter(
+                    path, tuple(parameter.shape), linear, name in experts, is_transposed
+                )
 
 
 def _run(

@@ -88,12 +88,14 @@ def outline(weights: str, parameters: Iterable[Parameter], dtype: str, config: o
     experts = sum(
         prod(x.shape) for x in all_parameters if "experts" in x.module.split(".") and len(x.shape) > 1
     )
+    full = 4 if dtype == FULL_DTYPE else FULL
     return StoredWeights(
         ONLINE,
         quantization.kind,
         stored_bytes(quantization, all_parameters),
         packed_bytes(quantization, all_parameters, dtype),
-        experts=experts * (4 if dtype == FULL_DTYPE else FULL),
+        full * sum(prod(x.shape) for x in all_parameters),
+        experts=experts * full,
     )
 
 

@@ -35,6 +35,8 @@ from nibble.kernels.weight_formats import (
     PACKAGE,
     WeightFormat,
     bytes_kept,
+    expert_bytes,
+    experts_unserved,
 )
 from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models.hub import weight_files
@@ -150,7 +152,8 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantization:
 
 def _read_w4afp8(config: Mapping[str, Any]) -> Quantization:
     others = _plain(W4AFP8, FP8_BLOCK, config, "modules_to_not_convert", "ignored_layers", "ignore")
-    experts = MatrixFormat("4 bits", 4, int(config.get("group_size") or 128), 4)
+    group = int(config.get("group_size") or 128)
+    experts = MatrixFormat("4 bits", 4, group, 4, packed=WeightFormat("uint4", group))
     return replace(others, rules=(Rule((r"re:.*\.experts\..*",), experts), *others.rules))
 
 
@@ -312,6 +315,10 @@ class Parameter:
     shape: tuple[int, ...]
     is_linear: bool
     """Whether it is the matrix of a linear layer."""
+    is_experts: bool = False
+    """Whether it has matrices of experts that may be kept packed (models/experts.py)."""
+    is_transposed: bool = False
+    """Whether these have inputs before outputs."""
 
     @property
     def matrix_names(self) -> tuple[str, ...]:
@@ -328,31 +335,49 @@ def stored_bytes(quantization: Quantization, parameters: Iterable[Parameter]) ->
     return sum(_parameter_bytes(quantization, parameter) for parameter in parameters)
 
 
-def packed_bytes(quantization: Quantization, parameters: Iterable[Parameter], dtype: str) -> int:
-    """Return the bytes of all parameters on a device that keeps the matrices of linear layers packed.
+def packed_bytes(
+    quantization: Quantization, parameters: Iterable[Parameter], dtype: str, *, linears: bool = True
+) -> int:
+    """Return the bytes of all parameters on a device that keeps matrices packed.
 
     Args:
         quantization: How the checkpoint has them.
         parameters: Of the model.
         dtype: The compute dtype, that of all other parameters.
+        linears: Whether linear layers are packed, and not experts alone.
     """
     full = 4 if dtype == FULL_DTYPE else FULL
-    return sum(
-        _packed_size(quantization, parameter, dtype) or prod(parameter.shape) * full
+    sizes = [
+        (parameter, _packed_size(quantization, parameter, dtype) if linears or parameter.is_experts else None)
         for parameter in parameters
+    ]
+    # Experts are packed where all of their matrices can be.
+    plain = {parameter.module for parameter, size in sizes if parameter.is_experts and size is None}
+    return sum(
+        prod(parameter.shape) * full if size is None or parameter.module in plain else size
+        for parameter, size in sizes
     )
 
 
 def _packed_size(quantization: Quantization, parameter: Parameter, dtype: str) -> int | None:
     """Return the bytes of a matrix that is kept packed, None for others; models/pack.py keeps the same ones."""
-    stored = quantization.format_of(parameter.module) if parameter.is_linear else None
-    if stored is None or stored.packed is None or parameter.module.endswith(ALWAYS_PLAIN):
+    if not (parameter.is_linear or parameter.is_experts) or parameter.module.endswith(ALWAYS_PLAIN):
         return None
-    rows, columns = parameter.shape
+    formats = {quantization.format_of(name) for name in parameter.matrix_names}
+    stored = formats.pop() if len(formats) == 1 else None
+    if stored is None or stored.packed is None:
+        return None
+    *experts, rows, columns = parameter.shape
+    if parameter.is_transposed:
+        rows, columns = columns, rows
     format = stored.packed
     # A single group is the whole row.
     format = replace(format, group=0) if format.group == columns else format
-    return bytes_kept(format, rows, columns, dtype)
+    if not parameter.is_experts:
+        return bytes_kept(format, rows, columns, dtype)
+    if experts_unserved(format, columns, dtype):
+        return None
+    return expert_bytes(format, experts[0], rows, columns, dtype)
 
 
 def _parameter_bytes(quantization: Quantization, parameter: Parameter) -> int:
@@ -427,7 +452,7 @@ READABLE_ALGORITHMS = frozenset({
 })  # fmt: skip
 """ModelOpt's names of algorithms whose weights are read."""
 LARGER = 1.25
-"""Times what is stored, from which on packed weights, whose experts are unpacked, are left to Transformers."""
+"""Times what is stored, from which on packed weights, some of which are unpacked, are left to Transformers."""
 _CT_FORMATS = frozenset({
     "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
@@ -481,7 +506,8 @@ def quantization_entry(config: Any) -> dict[str, Any]:
 class Handling(StrEnum):
     """What becomes of quantised weights in memory."""
 
-    PACKED = "packed"  # matrices of linear layers as they are stored, experts unpacked
+    PACKED = "packed"  # matrices as they are stored
+    EXPERTS = "experts"  # experts as they are stored, linear layers unpacked
     UNPACKED = "unpacked"  # to the compute dtype
     TRANSFORMERS = "transformers"  # what Transformers makes of them, with packages for the method
 
@@ -500,7 +526,11 @@ class Weights:
     @property
     def bytes(self) -> int:
         """Bytes in memory."""
-        sizes = {Handling.PACKED: self.stored.packed, Handling.UNPACKED: self.full}
+        sizes = {
+            Handling.PACKED: self.stored.packed,
+            Handling.EXPERTS: self.stored.packed_experts,
+            Handling.UNPACKED: self.full,
+        }
         return sizes.get(self.handling, self.stored.bytes)
 
 
@@ -524,21 +554,28 @@ def plan_weights(
         config.quantized_weights == Handling.PACKED,
         _packed_blocker(config, stored, full, dtype, hardware),
     )
-    if not why and here and not hardware.is_cpu and (problem := import_problem(PACKAGE)):
-        why = f"{DISTRIBUTION} {problem} here, with which they would take {format_bytes(stored.packed)}"
-    if packed and why:
-        raise ConfigError(f"--quantized-weights packed cannot be served: {why}; leave it out")
+    has_linears = stored.packed < stored.packed_experts
+    missing = import_problem(PACKAGE) if here and has_linears and not hardware.is_cpu else None
+    if missing:
+        missing = f"{DISTRIBUTION} {missing} here, with which they would take {format_bytes(stored.packed)}"
+    if packed and (why or missing):
+        raise ConfigError(f"--quantized-weights packed cannot be served: {why or missing}; leave it out")
     if stored.method not in READABLE:
         return Weights(stored, full, Handling.TRANSFORMERS)
     if config.quantized_weights == Handling.UNPACKED or (hardware.is_cpu and not packed):
         return Weights(stored, full, Handling.UNPACKED)
+    handling = Handling.UNPACKED
+    if not why and not missing:
+        handling = Handling.PACKED
+    elif not why and stored.packed_experts < full:
+        handling = Handling.EXPERTS
     others = stored.method not in _ALWAYS_UNPACKED and not (
         here and any(map(import_problem, _PACKAGES[stored.method]))
     )
-    # Transformers keeps experts packed too, where it has the packages.
-    if packed or not (why or (others and stored.packed > LARGER * stored.bytes)):
-        return Weights(stored, full, Handling.PACKED)
-    return Weights(stored, full, Handling.TRANSFORMERS if others else Handling.UNPACKED, why)
+    weights = Weights(stored, full, handling, why or missing or "")
+    # Transformers keeps more packed, where it has the packages.
+    is_large = handling is Handling.UNPACKED or weights.bytes > LARGER * stored.bytes
+    return Weights(stored, full, Handling.TRANSFORMERS) if others and is_large and not packed else weights
 
 
 def _packed_blocker(config: Config, stored: StoredWeights, full: int, dtype: str, hardware: Hardware) -> str:
@@ -568,10 +605,14 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
     stored = weights.stored
     title, other = f"weights in {stored.title}", f"{format_bytes(weights.full)} in {dtype}"
     if weights.handling is Handling.PACKED:
-        by = "by their definition, slowly" if hardware.is_cpu else f"by {DISTRIBUTION}"
         yield (
-            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {by}; "
+            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {_multiplier(weights, hardware)}; "
             f"{format_bytes(stored.bytes)} as stored, {other}"
+        )
+    elif weights.handling is Handling.EXPERTS:
+        yield (
+            f"{title}: {format_bytes(weights.bytes)}, experts multiplied as they are packed, and others unpacked "
+            f"({weights.why}); {format_bytes(stored.bytes)} as stored, {other}"
         )
     elif weights.handling is Handling.TRANSFORMERS:
         yield f"{title}: {format_bytes(stored.bytes)} as stored, {other}"
@@ -585,6 +626,17 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
         missing = [name for name in packages if import_problem(name)] if here else packages
         needs = f", and needs {_listing(missing)}" if missing else ""
         yield f"serving {title}: Transformers loads them{needs}; not tested with Nibble"
+
+
+def _multiplier(weights: Weights, hardware: Hardware) -> str:
+    """Return by what packed matrices are multiplied."""
+    if hardware.is_cpu:
+        return "by their definition, slowly"
+    stored = weights.stored
+    has_linears, has_experts = stored.packed < stored.packed_experts, stored.packed_experts < weights.full
+    experts = "by Nibble's own kernels" if has_experts else ""
+    linears = f"by {DISTRIBUTION}" if has_linears else ""
+    return f"{linears}, experts {experts}" if linears and experts else linears or experts
 
 
 def _listing(names: Sequence[str]) -> str:

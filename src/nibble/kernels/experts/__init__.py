@@ -11,7 +11,7 @@ inputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,20 @@ MAX_TOKENS = 64
 """Tokens up to which chosen experts are read once each; the largest tile of triton.py (ROWS) has as many."""
 
 
+class Packed(Protocol):
+    """Packed matrices, or a module that has them."""
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """See PackedExperts."""
+
+
 def up(
-    x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | PackedExperts, bias_EN: Tensor | None
+    x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Multiply each token with the matrices of its experts.
 
@@ -44,16 +56,14 @@ def up(
     return y_SN, places_S
 
 
-def down(
-    x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | PackedExperts, bias_EN: Tensor | None
-) -> Tensor:
+def down(x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None) -> Tensor:
     """Multiply each row, in the order of up(), with the matrix of its expert -> [S, N] in the same order."""
     operators, weight = _operators(weight_ENI)
     y_SN: Tensor = operators[1](x_SI, experts_TK, bias_EN, *weight)
     return y_SN
 
 
-def _operators(weight: Tensor | PackedExperts) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+def _operators(weight: Tensor | Packed) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Return the operators of both products, and what they are given of a weight."""
     ops = torch.ops.nibble
     if isinstance(weight, Tensor):
