@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import nibble
 from nibble.kernels import experts as op
 from nibble.kernels.experts import decode, naive
 from nibble.kernels.experts import triton as fast
@@ -279,3 +284,72 @@ def test_ptx_moves_the_right_bits(kind: str, bits: int) -> None:
                 word = first + place
                 expected = value[word // run * run * parts + word % run :: run][:parts]
                 assert torch.equal(found[:, place], expected), (kind, code, word)
+
+
+COMPILED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nibble.kernels import GPU, next_power_of_2
+from nibble.kernels.experts import triton as fast
+from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.weight_formats import WeightFormat, parts_of
+
+LARGE = {90: GPU(90, 132, 232_448), 89: GPU(89, 142, 101_376)}
+FP8, MXFP4 = WeightFormat("e4m3", 128), WeightFormat("e2m1", 32, "e8m0")
+NVFP4, INT4 = WeightFormat("e2m1", 16, "e4m3", has_global=True), WeightFormat("uint4", 128)
+for arch, format, shape, top_k in ((90, FP8, (128, 1536, 2048), 8), (90, MXFP4, (32, 5760, 2880), 4),
+                                   (90, NVFP4, (128, 1536, 2048), 8), (89, MXFP4, (32, 5760, 2880), 4),
+                                   (90, INT4, (128, 1536, 2048), 8), (89, FP8, (128, 1536, 2048), 8)):
+    experts, outputs, inputs = shape
+    words = torch.empty(experts, outputs, inputs // parts_of(format), dtype=torch.int16, device="meta")
+    packed = PackedExperts(format, words, words, torch.bfloat16)
+    fixed = dict(EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, TOP_K=top_k, bias=None)
+    for name, value in zip(("CODES", "GROUP", "SCALES", "PARTS", "RUN"), fast._format_of(packed)):
+        fixed[name] = value
+    types = {"x": "*bf16", "out": "*bf16", "scale": "*u8" if format.scales else "*bf16", "experts": "*i64",
+             "order": "*i64", "ends": "*i32", "weight": "*i16", "words": "*i16"}
+    if format.has_global:
+        types["global_scale"] = "*fp32"
+    else:
+        fixed["global_scale"] = None
+    gpu = LARGE[arch]
+    for kernel, rows in ((fast.few_kernel, 1), (fast.few_kernel, 64), (fast.many_kernel, 128)):
+        if kernel is fast.many_kernel:
+            tile, own = fast.many_tile(packed, rows, gpu), dict(E=next_power_of_2(experts), BM=rows)
+        else:
+            tile = fast.packed_tile(packed, min(experts, rows * top_k), 16, gpu)
+            own = dict(EACH=False, SINGLE=rows == 1, DISTINCT=rows == 1, M=max(rows, 16), BM=16, places=None,
+                       K=next_power_of_2(top_k))
+        known = fixed | own | dict(BN=tile.outputs, BI=tile.inputs, STAGES=tile.stages)
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+                   if n not in known and n not in ("tokens", "rows")}
+        source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, aligned)
+        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        print(arch, str(format).replace(" ", "_"), rows, compiled.metadata.shared, gpu.memory, tile.stages,
+              ptx.count("cp.async.c"), ptx.count("mma"))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus_and_load_ahead() -> None:
+    """As for a GPU, which none is needed for: within its shared memory, weights in flight, on the tensor cores."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED],
+        cwd=Path(nibble.__file__).parent.parent,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 18
+    for arch, _, rows, shared, memory, stages, copies, products in lines:
+        assert int(shared) <= int(memory), (arch, rows)
+        assert int(products) > 0
+        assert arch == "89" or (int(stages) >= 3 and int(copies) >= 3), (arch, rows, stages)

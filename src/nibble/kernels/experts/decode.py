@@ -32,11 +32,12 @@ E2M1_PTX = tl.constexpr(
 )
 UINT4_PTX = tl.constexpr(
     # 128 + code, of which 136 is taken away.
-    _REGISTERS + "mov.b32 z, 0xC308C308; lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA; "
-    "fma.rn.bf16x2 $0, a, 0x3F803F80, z; "
-    "shr.b32 a, $4, 4; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $1, a, 0x3F803F80, z; "
-    "shr.b32 a, $4, 8; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $2, a, 0x3F803F80, z; "
-    "shr.b32 a, $4, 12; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $3, a, 0x3F803F80, z; }"
+    _REGISTERS
+    + "mov.b32 z, 0xC308C308; mov.b32 b, 0x3F803F80; lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA; "
+    "fma.rn.bf16x2 $0, a, b, z; "
+    "shr.b32 a, $4, 4; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $1, a, b, z; "
+    "shr.b32 a, $4, 8; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $2, a, b, z; "
+    "shr.b32 a, $4, 12; lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $3, a, b, z; }"
 )
 
 

@@ -35,8 +35,10 @@ MAX_LISTED = 128
 """Choices up to which a program finds out by itself which expert is the n-th that is chosen."""
 STEP_BYTES, STAGES = 1 << 14, 4
 """Bytes of weights that a program loads at a time, and how many times ahead: two programs of a processor have room."""
-PACKED_STEP, PACKED_STAGES = 1024, 6
+PACKED_BITS, PACKED_STAGES = 1024, 6
 """Bits of a row of packed matrices that a program loads at a time, and how many times ahead at most."""
+SPARED = 16 << 10
+"""Bytes of shared memory that loads leave for what else a program needs."""
 SPREAD = 2
 """Times the mean number of an expert's tokens that a tile has room for."""
 MANY_ROWS, MANY_OUTPUTS = (64, 128), 128
@@ -299,30 +301,38 @@ def tile_of(matrices: int, rows: int, outputs: int, inputs: int, item: int, gpu:
     return Tile(width, step, stages=next(fitting, 1))
 
 
-def packed_tile(
-    experts: PackedExperts, matrices: int, rows: int, gpu: GPU, *, outputs: int = 0, warps: int = 4
-) -> Tile:
-    """Choose the tile of packed matrices: a step is no more than a group where scales multiply sums.
+def packed_tile(experts: PackedExperts, matrices: int, rows: int, gpu: GPU) -> Tile:
+    """Choose the tile of packed matrices for few tokens; two programs share a processor's memory.
 
     Args:
         experts: The matrices.
         matrices: Experts that are read, at most.
         rows: Tokens of a tile.
         gpu: Sizes of the GPU.
-        outputs: Of a program; 0 for as many as leave three programs to every two processors.
-        warps: Of a program.
     """
-    format, (_, all_outputs, inputs) = experts.format, experts.shape
-    outputs = outputs or tile_of(matrices, rows, all_outputs, inputs, 1, gpu).outputs
-    step = PACKED_STEP // format.bits
-    if format.group and not format.scales:
-        step = format.group
+    _, outputs, inputs = experts.shape
+    width = tile_of(matrices, rows, outputs, inputs, 1, gpu).outputs
+    step = _step(experts, PACKED_BITS)
+    return Tile(width, step, stages=_stages(experts, width, rows, step, gpu.memory // 2))
+
+
+def many_tile(experts: PackedExperts, rows: int, gpu: GPU) -> Tile:
+    """Choose the tile of packed matrices for many tokens, `rows` of them in a program."""
+    step = _step(experts, PACKED_BITS // 2)
+    return Tile(MANY_OUTPUTS, step, 8, _stages(experts, MANY_OUTPUTS, rows, step, gpu.memory - SPARED))
+
+
+def _step(experts: PackedExperts, bits: int) -> int:
+    """Return the inputs of a step that has so many bits of a row: where scales multiply sums, those of a group."""
+    format = experts.format
+    step = format.group if format.group and not format.scales else bits // format.bits
     # Of a narrow matrix the smallest that the tensor cores take.
-    step = max(min(step, next_power_of_2(inputs)), MMA_ROWS * parts_of(format))
-    loaded = outputs * step * format.bits // 8 + rows * step * 2
-    # Two programs share a processor's memory.
-    fitting = (n for n in range(PACKED_STAGES, 1, -1) if 2 * n * loaded <= gpu.memory)
-    return Tile(outputs, step, warps, next(fitting, 1))
+    return max(min(step, next_power_of_2(experts.shape[2])), MMA_ROWS * parts_of(format))
+
+
+def _stages(experts: PackedExperts, outputs: int, rows: int, step: int, memory: int) -> int:
+    loaded = step * (outputs * experts.format.bits // 8 + 2 * rows)
+    return next((n for n in range(PACKED_STAGES, 1, -1) if n * loaded <= memory), 1)
 
 
 def _format_of(experts: PackedExperts) -> tuple[object, ...]:
@@ -390,8 +400,11 @@ def many_product(
     rows = len(x) if order_S is None else len(order_S)
     count, outputs, inputs = experts.shape
     out_SN, x = x.new_empty(rows, outputs), x if x.stride(1) == 1 else x.contiguous()
-    together = MANY_ROWS[rows >= MANY_ROWS[1] * count]
-    tile = packed_tile(experts, count, together, gpu_of(x.device), outputs=MANY_OUTPUTS, warps=8)
+    gpu = gpu_of(x.device)
+    # Of experts with few tokens each, and where memory is small, narrow ones.
+    is_wide = rows >= MANY_ROWS[1] * count and many_tile(experts, MANY_ROWS[1], gpu).stages > 1
+    together = MANY_ROWS[is_wide]
+    tile = many_tile(experts, together, gpu)
     # Each expert's last tile has room.
     tiles = cdiv(rows, together) + min(count, rows)
     many_kernel[(cdiv(outputs, tile.outputs), tiles)](
