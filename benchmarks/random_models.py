@@ -30,7 +30,8 @@ from nibble.models import hook
 from nibble.models.checkpoint import prepare_model
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
-from nibble.models.quantization import ALWAYS_PLAIN, Handling, MatrixFormat, Quantization, parse
+from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
+from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,

@@ -61,9 +61,9 @@ def expert_matrices(module: Any) -> dict[str, nn.Parameter]:
     # What Transformers gives to experts that a registered function may compute.
     if not hasattr(module, "is_transposed"):
         return {}
-    weights = {name: getattr(module, name, None) for name in _MATRICES}
-    found = {name: x for name, x in weights.items() if isinstance(x, nn.Parameter) and x.dim() == 3}
-    return found if len(found) == COUNT else {}
+    candidates = {name: getattr(module, name, None) for name in _MATRICES}
+    weights = {name: x for name, x in candidates.items() if isinstance(x, nn.Parameter) and x.dim() == 3}
+    return weights if len(weights) == COUNT else {}
 
 
 def packed_matrices(module: nn.Module) -> list[ExpertMatrices]:

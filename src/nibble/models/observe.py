@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
-from nibble.models import hook, online, refusals
+from nibble.models import hook, online, refusals, weight_bytes
 from nibble.models import quantization as quantized
 from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, adapt, attention_mask_for
@@ -131,9 +131,9 @@ def _stored_weights(
     quantization = quantized.parse(entry)
     if quantization is None:
         return None
-    size = quantized.stored_bytes(quantization, _parameters(model))
+    size = weight_bytes.stored_bytes(quantization, _parameters(model))
     packed, experts = (
-        quantized.packed_bytes(quantization, _parameters(model), dtype, linears=linears)
+        weight_bytes.packed_bytes(quantization, _parameters(model), dtype, linears=linears)
         for linears in (True, False)
     )
     return StoredWeights(
@@ -141,7 +141,7 @@ def _stored_weights(
     )
 
 
-def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:
+def _parameters(model: nn.Module) -> Iterator[weight_bytes.Parameter]:
     """Yield the parameters of a model, each once, though some have several names."""
     counted: set[int] = set()
     for path, module in model.named_modules():
@@ -150,7 +150,7 @@ def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:
             if id(parameter) not in counted:
                 counted.add(id(parameter))
                 linear = isinstance(module, nn.Linear) and name == "weight"
-                yield quantized.Parameter(
+                yield weight_bytes.Parameter(
                     path, tuple(parameter.shape), linear, name in experts, is_transposed
                 )
 

@@ -19,7 +19,6 @@ from nibble.hardware import Hardware, format_bytes
 from nibble.kernels.weight_formats import DISTRIBUTION, FULL_DTYPE, WeightFormat
 from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models.quantization import (
-    ALWAYS_PLAIN,
     FP8_BLOCK,
     FULL,
     HEADS,
@@ -27,14 +26,12 @@ from nibble.models.quantization import (
     NVFP4,
     Handling,
     MatrixFormat,
-    Parameter,
     Quantization,
     Rule,
     Weights,
-    packed_bytes,
     quantization_entry,
-    stored_bytes,
 )
+from nibble.models.weight_bytes import ALWAYS_PLAIN, Parameter, packed_bytes, stored_bytes
 
 FORMATS = {
     "fp8": FP8_BLOCK,

@@ -113,7 +113,7 @@ class MatrixMaker:
 
 Reader = Callable[[Parts, MatrixMaker], PackedMatrix | PackedExperts]
 """Reads a matrix in one spelling, or those of all experts; raises NotPackedError."""
-Kept = TypeVar("Kept", PackedMatrix, PackedExperts)
+Packed = TypeVar("Packed", PackedMatrix, PackedExperts)
 
 
 class Packer:
@@ -138,13 +138,13 @@ class Packer:
         if parts.name in self.plain or _PLAIN.search(parts.name) or not (is_expert or self._linears):
             return None
         try:
-            kept = read(parts, self._of_experts if is_expert else self._of_linears)
+            packed = read(parts, self._of_experts if is_expert else self._of_linears)
         except NotPackedError:
             return None
-        if isinstance(kept, PackedExperts):
-            experts, outputs, inputs = kept.shape
-            return self._keep(_Entry((parts.name,), kept), (experts, inputs, outputs))
-        place = self._keep(_Entry((parts.name,), kept), kept.shape)
+        if isinstance(packed, PackedExperts):
+            experts, outputs, inputs = packed.shape
+            return self._keep(_Entry((parts.name,), packed), (experts, inputs, outputs))
+        place = self._keep(_Entry((parts.name,), packed), packed.shape)
         return _ExpertPlaceholder.of(place, self) if is_expert else place
 
     def _keep(self, entry: _Entry, shape: Sequence[int]) -> Tensor:
@@ -162,8 +162,8 @@ class Packer:
         with self._lock:
             places = [part.untyped_storage().data_ptr() for part in parts]
             entries = [self._entries.get(place) for place in places]
-            kept = [entry.kept for entry in entries if entry]
-            joint = join(kept) if len(kept) == len(entries) else None
+            matrices = [entry.packed for entry in entries if entry]
+            joint = join(matrices) if len(matrices) == len(entries) else None
             if joint is None:
                 return None
             for place in places:
@@ -175,7 +175,7 @@ class Packer:
         """Yield the linear layers of a loaded model that have a placeholder, by name, with their matrices."""
         for name, module in list(model.named_modules()):
             # Exactly this class: a subclass may compute something else.
-            if type(module) is nn.Linear and (matrix := self._kept(module.weight, PackedMatrix)):
+            if type(module) is nn.Linear and (matrix := self._packed(module.weight, PackedMatrix)):
                 # Layers may share a matrix.
                 self._placed.add(module.weight.untyped_storage().data_ptr())
                 yield name, module, matrix
@@ -184,23 +184,23 @@ class Packer:
         """Yield the experts of a loaded model that have placeholders for all of their matrices, with these by name."""
         for module in list(model.modules()):
             weights = expert_matrices(module)
-            kept = {name: self._kept(weight, PackedExperts) for name, weight in weights.items()}
-            packed = {name: experts for name, experts in kept.items() if experts}
+            entries = {name: self._packed(weight, PackedExperts) for name, weight in weights.items()}
+            packed = {name: experts for name, experts in entries.items() if experts}
             if packed and len(packed) == len(weights):
                 self._placed.update(weight.untyped_storage().data_ptr() for weight in weights.values())
                 yield module, packed
 
-    def _kept(self, weight: Tensor, kind: type[Kept]) -> Kept | None:
+    def _packed(self, weight: Tensor, kind: type[Packed]) -> Packed | None:
         """Return what a parameter is the placeholder of."""
         if weight.is_meta:
             return None
         entry = self._entries.get(weight.untyped_storage().data_ptr())
-        return entry.kept if entry and isinstance(entry.kept, kind) else None
+        return entry.packed if entry and isinstance(entry.packed, kind) else None
 
     def forget(self) -> set[str]:
         """Let go of matrices that no module has, and return their names: they must be unpacked."""
-        lost = (entry for place, entry in self._entries.items() if place not in self._placed)
-        names = {name for entry in lost for name in entry.names}
+        others = (entry for place, entry in self._entries.items() if place not in self._placed)
+        names = {name for entry in others for name in entry.names}
         self._entries.clear()
         self._placed.clear()
         return names
@@ -223,7 +223,7 @@ class _Entry:
     """A matrix that is kept, or those of all experts."""
 
     names: tuple[str, ...]
-    kept: PackedMatrix | PackedExperts
+    packed: PackedMatrix | PackedExperts
     single: Tensor | None = None
     """The value that its placeholder has everywhere."""
 

@@ -16,7 +16,8 @@ from nibble.config import Config
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.hardware import GIB, lookup_gpu
 from nibble.models import hub
-from nibble.models.quantization import Parameter, folder_bytes, packed_bytes, parse, stored_bytes
+from nibble.models.quantization import parse
+from nibble.models.weight_bytes import Parameter, folder_bytes, packed_bytes, stored_bytes
 
 
 def llama_70b() -> Iterator[Parameter]:

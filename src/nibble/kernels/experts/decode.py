@@ -62,20 +62,20 @@ def _float(bits):
 
 
 @triton.jit
-def unpack(words_NW, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
+def unpack(codes_NW, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """Return the values of each of a word's codes, times factors; integers are not multiplied."""
     if CODES == "e4m3":
         if HAS_PTX:
             parts = tl.inline_asm_elementwise(
                 asm=E4M3_PTX,
                 constraints="=&r,=&r,r,r",
-                args=[words_NW, factor],
+                args=[codes_NW, factor],
                 dtype=(tl.bfloat16, tl.bfloat16),
                 is_pure=True,
                 pack=2,
             )
         else:
-            x, f = words_NW.to(tl.int32), factor.to(tl.float32)
+            x, f = codes_NW.to(tl.int32), factor.to(tl.float32)
             low = _float((x & 0x7F) << 4 | (x & 0x80) << 8) * f
             parts = (low.to(DTYPE), (_float((x >> 4) & 0x7F0 | x & 0x8000) * f).to(DTYPE))
     elif HAS_PTX:
@@ -83,13 +83,13 @@ def unpack(words_NW, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
         parts = tl.inline_asm_elementwise(
             asm=PTX,
             constraints="=&r,=&r,=&r,=&r,r,r",
-            args=[words_NW, factor],
+            args=[codes_NW, factor],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
     elif CODES == "e2m1":
-        x, f = words_NW.to(tl.int32), factor.to(tl.float32)
+        x, f = codes_NW.to(tl.int32), factor.to(tl.float32)
         last = (x << 1) & 0x8000 | (x >> 3) & 0x180 | (x >> 7) & 0x40
         parts = (
             (_float(x & 0x81C0) * f).to(DTYPE),
@@ -98,7 +98,7 @@ def unpack(words_NW, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
             (_float(last) * f).to(DTYPE),
         )
     else:
-        x = words_NW.to(tl.int32)
+        x = codes_NW.to(tl.int32)
         parts = (
             ((x & 15) - 8).to(DTYPE),
             (((x >> 4) & 15) - 8).to(DTYPE),

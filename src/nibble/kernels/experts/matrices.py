@@ -55,8 +55,8 @@ class PackedExperts:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts, outputs and inputs."""
-        experts, outputs, words = self.codes.shape
-        return experts, outputs, words * parts_of(self.format)
+        experts, outputs, width = self.codes.shape
+        return experts, outputs, width * parts_of(self.format)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -95,10 +95,10 @@ def packed_experts(matrices: Sequence[PackedMatrix]) -> PackedExperts | None:
     if first.format.scales == "e8m0" and max(int(m.scale.max()) for m in matrices) > MAX_EXPONENT:
         return None
     rows, columns = first.shape
-    words = columns // parts_of(first.format)
-    codes = torch.empty(len(matrices), rows, words, dtype=torch.int16, device=first.codes.device)
-    for words_NW, matrix in zip(codes, matrices, strict=True):
-        words_NW.copy_(arranged(matrix.codes, matrix.format))
+    width = columns // parts_of(first.format)
+    codes = torch.empty(len(matrices), rows, width, dtype=torch.int16, device=first.codes.device)
+    for codes_NW, matrix in zip(codes, matrices, strict=True):
+        codes_NW.copy_(arranged(matrix.codes, matrix.format))
     scale = torch.stack([m.scale.T for m in matrices])
     global_scale = None
     if first.format.has_global:
@@ -134,21 +134,21 @@ def arranged(codes: Tensor, format: WeightFormat) -> Tensor:
         bytes_ND = torch.stack((bytes_ND & 15, bytes_ND >> 4), -1).flatten(1)
     # One run of inputs for each of the codes of a word.
     by_part = bytes_ND.unflatten(1, (-1, parts, run_of(format))).unbind(2)
-    words = torch.zeros_like(by_part[0], dtype=torch.int32)
+    word = torch.zeros_like(by_part[0], dtype=torch.int32)
     for part, x in enumerate(by_part):
         for mask, up in _moves(format, part):
-            words |= (x.int() & mask) << up
-    return words.to(torch.int16).flatten(1)
+            word |= (x.int() & mask) << up
+    return word.to(torch.int16).flatten(1)
 
 
-def restored(words_NW: Tensor, format: WeightFormat) -> Tensor:
+def restored(codes_NW: Tensor, format: WeightFormat) -> Tensor:
     """Undo arranged()."""
-    words = words_NW.unflatten(1, (-1, run_of(format))).int()
+    word = codes_NW.unflatten(1, (-1, run_of(format))).int()
     by_part = []
     for part in range(parts_of(format)):
-        code = torch.zeros_like(words)
+        code = torch.zeros_like(word)
         for mask, up in _moves(format, part):
-            code |= (words >> up) & mask
+            code |= (word >> up) & mask
         by_part.append(code)
     return pack_words(torch.stack(by_part, 2).flatten(1), format.bits, 1)
 

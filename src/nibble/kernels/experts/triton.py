@@ -80,7 +80,7 @@ def _plain_product(
 
 @triton.jit
 def _packed_product(
-    words, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS: tl.constexpr,
+    codes, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
     RUN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -91,13 +91,13 @@ def _packed_product(
     """
     M: tl.constexpr = row_M.shape[0]
     BW: tl.constexpr = BI // PARTS
-    WORDS: tl.constexpr = INPUTS // PARTS
+    WIDTH: tl.constexpr = INPUTS // PARTS
     GROUPS: tl.constexpr = INPUTS // GROUP if GROUP else 1
     EVEN: tl.constexpr = INPUTS % BI == 0
     w = tl.arange(0, BW)
     # Masks are computed at each step, which takes as long as unpacking; most shapes need none.
     keep_N = n < OUTPUTS if OUTPUTS % BN else tl.full((BN,), 1, tl.int1)
-    words_at = words + expert.to(tl.int64) * (OUTPUTS * WORDS) + n[:, None] * WORDS + w[None, :]
+    codes_at = codes + expert.to(tl.int64) * (OUTPUTS * WIDTH) + n[:, None] * WIDTH + w[None, :]
     scale_N = scale + expert.to(tl.int64) * (GROUPS * OUTPUTS) + n
     i_W = w // RUN * (RUN * PARTS) + w % RUN
     x_at = x + row_M.to(tl.int64)[None, :] * x_stride + i_W[:, None]
@@ -106,19 +106,19 @@ def _packed_product(
         factor_NW = tl.full((BN, BW), TWO_120, tl.bfloat16)
         next_N = tl.load(scale_N, mask=keep_N, other=0.0)
     for start in tl.range(0, INPUTS, BI, num_stages=STAGES):
-        keep_NW = keep_N[:, None] if EVEN else keep_N[:, None] & (start // PARTS + w < WORDS)[None, :]
-        words_NW = tl.load(words_at + start // PARTS, mask=keep_NW, other=0, eviction_policy="evict_first")
+        keep_NW = keep_N[:, None] if EVEN else keep_N[:, None] & (start // PARTS + w < WIDTH)[None, :]
+        codes_NW = tl.load(codes_at + start // PARTS, mask=keep_NW, other=0, eviction_policy="evict_first")
         # --- unpack
         if SCALES != "":
-            GROUP_WORDS: tl.constexpr = GROUP // PARTS
+            GROUP_WIDTH: tl.constexpr = GROUP // PARTS
             STEP_GROUPS: tl.constexpr = BI // GROUP
             g = start // GROUP + tl.arange(0, STEP_GROUPS)
             keep_GN = keep_N[None, :] if EVEN else keep_N[None, :] & (g < GROUPS)[:, None]
             scale_GN = tl.load(scale_N[None, :] + g[:, None] * OUTPUTS, mask=keep_GN, other=0)
             factor_NG = tl.trans(factors(scale_GN, CODES, SCALES))
-            factor_NGW = tl.broadcast_to(factor_NG[:, :, None], (BN, STEP_GROUPS, GROUP_WORDS))
+            factor_NGW = tl.broadcast_to(factor_NG[:, :, None], (BN, STEP_GROUPS, GROUP_WIDTH))
             factor_NW = tl.reshape(factor_NGW, (BN, BW))
-        parts = unpack(words_NW, factor_NW, CODES, x.dtype.element_ty)
+        parts = unpack(codes_NW, factor_NW, CODES, x.dtype.element_ty)
         # --- multiply
         part_NM = sum_NM
         if SCALES == "" and GROUP > 0:
@@ -233,7 +233,7 @@ def few_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def many_kernel(
-    x, order, ends, words, scale, global_scale, bias, out, rows, x_stride, bias_stride, EXPERTS: tl.constexpr,
+    x, order, ends, codes, scale, global_scale, bias, out, rows, x_stride, bias_stride, EXPERTS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
@@ -261,7 +261,7 @@ def many_kernel(
         row_M = tl.load(order + s_M, mask=live_M, other=0) // TOP_K
     # --- product
     sum_NM = _packed_product(
-        words, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS, INPUTS, CODES,
+        codes, scale, global_scale, expert, x, row_M, x_stride, live_M, n, OUTPUTS, INPUTS, CODES,
         GROUP, SCALES, PARTS, RUN, BN, BI, STAGES,
     )  # fmt: skip
     # --- store
