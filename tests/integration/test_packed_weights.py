@@ -418,7 +418,10 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     gpu = replace(lookup_gpu("h100"))
     monkeypatch.setattr(plans, "probe", lambda device: gpu)
-    monkeypatch.setattr("nibble.models.quantization.import_problem", lambda name: "is missing")
+    problem = {"triton": None}
+    monkeypatch.setattr(
+        "nibble.models.quantization.import_problem", lambda name: problem.get(name, "is missing")
+    )
     monkeypatch.setattr(plans, "_backends", lambda here: plans.backends.all_backends())
 
 
@@ -430,11 +433,22 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gptoss_mxfp4", Handling.PACKED, "multiplied as they are packed by Nibble's own kernels"),
     ],
 )  # fmt: skip
-def test_experts_need_no_library(name: str, handling: Handling, note: str) -> None:
+def test_experts_need_no_other_library(
+    name: str, handling: Handling, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_cache(Config(model=str(FIXTURES / name)))
     assert plan.weights and plan.weights.handling is handling
     assert note in "\n".join(plan.plan.notes)
     assert plan.model_spec.weight_bytes < plan.weights.full
+    with pytest.raises(ConfigError, match="humming-kernels is missing"):
+        plan_cache(Config(model=str(FIXTURES / "fp8_block_moe"), quantized_weights="packed"))
+    monkeypatch.setattr("nibble.models.quantization.import_problem", lambda name: "is missing")
+    plan = plan_cache(Config(model=str(FIXTURES / name)))
+    assert (
+        plan.weights
+        and plan.weights.handling is Handling.UNPACKED
+        and plan.weights.why == "triton is missing here"
+    )
 
 
 @pytest.mark.usefixtures("without_libraries")

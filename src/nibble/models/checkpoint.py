@@ -89,6 +89,9 @@ def load(
                 raise WeightError(
                     f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
                 )
+        if packer.device.type == "cuda":
+            # What experts were put together of, which other memory could not use.
+            torch.cuda.empty_cache()
     model = model.to(device)
     if quantization:
         quantize_linears(model, quantization, packer)

@@ -293,6 +293,8 @@ def _is_match(name: str, pattern: str) -> bool:
 
 # What serving does with them
 
+EXPERTS_ARCH = 80
+"""The first compute capability that multiplies bfloat16, as kernels/experts does."""
 _PACKAGES = {
     "fp8": ("accelerate", "kernels"),
     "mxfp4": ("accelerate", "kernels"),
@@ -413,7 +415,9 @@ def plan_weights(
         config.quantized_weights == Handling.PACKED,
         _packed_blocker(config, stored, full, dtype, hardware),
     )
-    has_linears = stored.packed < stored.packed_experts
+    has_linears, has_experts = stored.packed < stored.packed_experts, stored.packed_experts < full
+    if has_experts and not hardware.is_cpu:
+        why = why or _experts_blocker(hardware, here=here)
     missing = import_problem(PACKAGE) if here and has_linears and not hardware.is_cpu else None
     if missing:
         missing = f"{DISTRIBUTION} {missing} here, with which they would take {format_bytes(stored.packed)}"
@@ -426,7 +430,7 @@ def plan_weights(
     handling = Handling.UNPACKED
     if not why and not missing:
         handling = Handling.PACKED
-    elif not why and stored.packed_experts < full:
+    elif not why and has_experts:
         handling = Handling.EXPERTS
     others = stored.method not in _ALWAYS_UNPACKED and not (
         here and any(map(import_problem, _PACKAGES[stored.method]))
@@ -450,6 +454,14 @@ def _packed_blocker(config: Config, stored: StoredWeights, full: int, dtype: str
     if dtype == FULL_DTYPE or hardware.arch not in ARCHS:
         return f"{DISTRIBUTION} has no kernels for {dtype} on SM{hardware.arch}"
     return ""
+
+
+def _experts_blocker(hardware: Hardware, *, here: bool) -> str:
+    """Return why experts cannot be kept packed on a GPU; empty if they can."""
+    if hardware.arch < EXPERTS_ARCH:
+        return f"kernels of packed experts need SM{EXPERTS_ARCH}"
+    problem = import_problem("triton") if here else None
+    return f"triton {problem} here" if problem else ""
 
 
 def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
