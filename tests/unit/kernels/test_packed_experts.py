@@ -308,7 +308,7 @@ for arch, format, shape, top_k in ((90, FP8, (128, 1536, 2048), 8), (90, MXFP4, 
     for name, value in zip(("CODES", "GROUP", "SCALES", "PARTS", "RUN"), fast._format_of(packed)):
         fixed[name] = value
     types = {"x": "*bf16", "out": "*bf16", "scale": "*u8" if format.scales else "*bf16", "experts": "*i64",
-             "order": "*i64", "ends": "*i32", "weight": "*i16", "words": "*i16"}
+             "order": "*i64", "ends": "*i32", "weight": "*i16", "codes": "*i16"}
     if format.has_global:
         types["global_scale"] = "*fp32"
     else:
