@@ -1,10 +1,12 @@
 """What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
 
-    python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--tokens 1,8,64] [--tiles] [--kernels]
+    python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--formats bf16,fp8,mxfp4] [--tokens 1,8,64]
+        [--tiles] [--kernels]
 
 Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, so that none is in
-the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, at copy bandwidth.
-Gate: outputs against Transformers' own implementation.
+the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are stored, at copy
+bandwidth. Gate: outputs against Transformers' own implementation; of packed experts against the family's own code over
+matrices that are unpacked one by one.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from packed_weights import KINDS, random_experts
 from report import markdown
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 import gpu
 from nibble.kernels.experts import triton as kernels
+from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.weight_formats import WeightFormat, experts_unserved
 from nibble.models import experts
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
@@ -37,16 +42,19 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "tiny": (
         "qwen3_moe",
-        {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+        {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
     ),
 }
 LAYERS, TRIALS = 6, 7
+BF16 = "bf16"
+WORST = 0.02
+"""Largest error of an output, norm over norm."""
 AIMS = {1: 2.2, 8: 2.0, 64: 1.7}
 """Most times the time of the bytes."""
 
 
-def blocks(name: str, device: str) -> list[nn.Module]:
-    """Return layers of experts with random weights."""
+def blocks(name: str, format: str, device: str) -> list[nn.Module]:
+    """Return layers of experts with random weights, BF16 or in one of packed_weights.KINDS."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, sizes = SHAPES[name]
@@ -57,11 +65,39 @@ def blocks(name: str, device: str) -> list[nn.Module]:
     for _ in range(LAYERS):
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        block = model.model.layers[0].mlp.to_empty(device=device)
+        block = model.model.layers[0].mlp
+        if format != BF16:
+            pack(block, KINDS[format].format, dtype, device)
+        for module in block.modules():
+            if not isinstance(module, experts.ExpertMatrices):
+                module.to_empty(device=device, recurse=False)
         for parameter in block.parameters():
             parameter.requires_grad_(False).normal_(std=parameter.shape[-1] ** -0.5)
         made.append(block.eval())
     return made
+
+
+def pack(block: nn.Module, format: WeightFormat, dtype: torch.dtype, device: str) -> None:
+    """Replace the matrices of experts, which need have no values yet, by packed ones."""
+    for module in block.modules():
+        packed = {}
+        for name, weight in experts.expert_matrices(module).items():
+            count, rows, columns = weight.shape
+            if module.is_transposed:
+                rows, columns = columns, rows
+            if problem := experts_unserved(format, columns, str(dtype).removeprefix("torch.")):
+                raise SystemExit(f"experts with {columns} inputs are not kept packed: {problem}")
+            packed[name] = random_experts(format, (count, rows, columns), dtype, device, columns**-0.5)
+        if packed:
+            experts.set_packed_experts(module, packed)
+
+
+def own_output(block: nn.Module, x: Tensor) -> Tensor:
+    """Return what the family's own code computes, one expert after the other."""
+    serve([block], "eager")
+    y = block(x)
+    serve([block], experts._NAME)
+    return y[0] if isinstance(y, tuple) else y
 
 
 def serve(made: list[nn.Module], implementation: str) -> None:
@@ -116,9 +152,12 @@ def needed_bytes(block: nn.Module, x: Tensor) -> int:
     handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
     block(x)
     handle.remove()
-    names = {name for name, _ in module.named_parameters()}
-    each = sum(p.nbytes // p.shape[0] for p in module.parameters())
-    others = sum(p.nbytes for name, p in block.named_parameters() if name.rpartition(".")[2] not in names)
+    own = list(module.parameters())
+    each = sum(p.nbytes // p.shape[0] for p in own)
+    each += sum(
+        packed.matrices.nbytes // packed.packed_shape[0] for packed in experts.packed_matrices(module)
+    )
+    others = sum(p.nbytes for p in block.parameters() if all(p is not mine for mine in own))
     return each * len(seen[0].unique()) + others
 
 
@@ -143,11 +182,14 @@ def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
     )[1]
     flush, results = torch.empty(1 << 28, dtype=torch.uint8, device=x.device), []
     for name in ("gate_up_proj", "down_proj"):
-        weight_ENI = getattr(module, name)
-        weight_ENI = weight_ENI.transpose(1, 2) if module.is_transposed else weight_ENI
+        weight_ENI, _ = experts._matrices(module, name)
+        if isinstance(weight_ENI, experts.ExpertMatrices):
+            weight_ENI = weight_ENI.matrices
         tokens = len(x[0]) if name == "gate_up_proj" else chosen_TK.numel()
         rows = torch.randn(tokens, weight_ENI.shape[2], device=x.device, dtype=x.dtype)
         for outputs, inputs, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6)):
+            if not fits(weight_ENI, inputs):
+                continue
             tile = kernels.Tile(outputs, inputs, stages=stages)
             call = partial(kernels.few_product, rows, chosen_TK, weight_ENI, None, tile=tile)
             try:
@@ -158,11 +200,20 @@ def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
     return sorted(results)
 
 
+def fits(weight: Tensor | PackedExperts, inputs: int) -> bool:
+    """Whether a step may have so many inputs: scales in the compute dtype are of a whole step."""
+    if isinstance(weight, Tensor):
+        return True
+    format = weight.format
+    return bool(format.scales) or not format.group or format.group % inputs == 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="qwen3-30b-a3b,gpt-oss-20b")
+    parser.add_argument("--formats", default=BF16, help=f"{BF16}, {', '.join(KINDS)}")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--tiles", action="store_true", help="time products alone, by tile")
     parser.add_argument("--kernels", action="store_true", help="list kernels and their times")
@@ -172,20 +223,27 @@ def main() -> None:
     copy = gpu.copy_tbps() if device == "cuda" else 0.01
     rows = []
     with torch.inference_mode():
-        for name in options.models.split(","):
-            made = blocks(name, device)
+        for name, format in itertools.product(options.models.split(","), options.formats.split(",")):
+            made = blocks(name, format, device)
             hidden = SHAPES[name][1]["hidden_size"]
             for tokens in map(int, options.tokens.split(",")):
                 x = torch.randn(1, tokens, hidden, device=device, dtype=next(made[0].parameters()).dtype)
-                serve(made, "grouped_mm" if device == "cuda" else "eager")
+                if format == BF16:
+                    serve(made, "grouped_mm" if device == "cuda" else "eager")
+                    theirs, expected = microseconds(made, x)
+                    serve(made, experts._NAME)
+                else:
+                    theirs, expected = None, own_output(made[-1], x)
                 need = needed_bytes(made[0], x) / copy / 1e6
-                theirs, expected = microseconds(made, x)
-                serve(made, experts._NAME)
                 ours, found = microseconds(made, x)
                 error = float((found.float() - expected.float()).norm() / expected.float().norm())
-                rows.append((name, tokens, f"{need:.1f}", f"{theirs:.1f}", f"{ours:.1f}", f"{ours / need:.2f}",
-                             AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
+                rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}",
+                             f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
                 print(*rows[-1], flush=True)
+                if not error <= WORST:
+                    raise SystemExit(
+                        f"{name} {format}, {tokens} tokens: off by {error:.2g}, {WORST:g} is allowed"
+                    )
                 if options.kernels:
                     print(kernels_of(made, x), flush=True)
                 if options.tiles:
@@ -194,6 +252,7 @@ def main() -> None:
             del made
     head = (
         "model",
+        "format",
         "tokens",
         "bytes, us",
         "Transformers, us",

@@ -1,6 +1,6 @@
 """Random weights as checkpoints quantise them, packed: rounded to nearest, with the usual choice of scales.
 
-Shape suffixes: N outputs, K inputs, G groups of inputs.
+Shape suffixes: E experts, N outputs, K inputs, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words
 from nibble.kernels.quantized_linear.quantize import quantize as quantized
-from nibble.kernels.weight_formats import Activations, WeightFormat
+from nibble.kernels.weight_formats import Activations, WeightFormat, parts_of
 
 CT = "compressed-tensors"
 
@@ -85,6 +86,39 @@ def quantize(weight_NK: Tensor, format: WeightFormat) -> PackedMatrix:
         return _with_zeros(weight_NK, format)
     block_rows = format.group if format.codes == "e4m3" and format.group else 1
     return quantized(weight_NK, format, weight_NK.dtype, block_rows)
+
+
+ROOT_MEAN_SQUARE = {"e4m3": 1.0, "e2m1": 2.93, "uint4": 4.64}
+"""Of random_experts()'s codes."""
+
+
+def random_experts(
+    format: WeightFormat, shape: tuple[int, int, int], dtype: torch.dtype, device: str, std: float
+) -> PackedExperts:
+    """Matrices [E, N, K] that never were plain: random codes, and scales that make their deviation about `std`."""
+    experts, rows, columns = shape
+    words = (experts, rows, columns // parts_of(format))
+    if format.codes == "e4m3":
+        codes = torch.empty(*words, dtype=torch.int16, device=device)
+        for words_NW in codes:
+            words_NW.copy_(
+                torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn).view(torch.int16)
+            )
+    else:
+        codes = torch.randint(-(1 << 15), 1 << 15, words, dtype=torch.int16, device=device)
+    factor, groups = std / ROOT_MEAN_SQUARE[format.codes], (experts, format.groups(columns), rows)
+    # Half and all of it: scales that differ show where one is another's.
+    halved = torch.randint(2, groups, device=device)
+    global_scale = None
+    if format.scales == "e8m0":
+        exponent = round(torch.tensor(factor).log2().item()) + 127
+        scale = (exponent - halved).to(torch.uint8)
+    elif format.scales == "e4m3":
+        scale = (1.0 - 0.5 * halved).to(torch.float8_e4m3fn).view(torch.uint8)
+        global_scale = torch.full((experts, rows), factor, device=device)
+    else:
+        scale = (factor * (1.0 - 0.5 * halved)).to(dtype)
+    return PackedExperts(format, codes, scale, dtype, global_scale=global_scale)
 
 
 def _with_zeros(weight_NK: Tensor, format: WeightFormat) -> PackedMatrix:

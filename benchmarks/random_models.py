@@ -1,7 +1,8 @@
 """Models of well-known shapes with random weights, served by Nibble's own engine, with no checkpoint on disk.
 
-A checkpoint is a folder with config.json alone; the weights are made on the device. Before the model is handed over,
-its own attention computes logits of a prompt: what the engine's are checked against.
+A checkpoint is a folder with config.json alone; the weights are made on the device. Quantised ones are made packed, one
+matrix after the other, so that a model that does not fit in BF16 can be served. Before the model is handed over, its
+own attention computes logits of a prompt: what the engine's are checked against.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -17,19 +18,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from packed_weights import KINDS, quantize
+from packed_weights import KINDS, quantize, random_experts
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nibble import LLM
 from nibble.engine import build
-from nibble.kernels.weight_formats import Activations
+from nibble.kernels.weight_formats import Activations, experts_unserved, unserved
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import FULL
 from nibble.models.checkpoint import prepare_model
+from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
-from nibble.models.quantization import Handling
+from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
+from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -47,6 +50,15 @@ _TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
 _ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("llama", {
@@ -57,6 +69,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
+    "llama-3.3-70b": ("llama", {
+        "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "rope_parameters": LLAMA3_ROPE,
+    }),
+    "qwen3-30b-a3b": ("qwen3_moe", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "gpt-oss-20b": ("gpt_oss", {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": ("gpt_oss", {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128}),
     "deepseek-v3.2, 4 layers": ("deepseek_v32", {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 4,
         "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -74,12 +99,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
         "num_experts_per_tok": 2, "max_position_embeddings": 1024, "initializer_range": 0.1,
     }),
+    "tiny gpt-oss": ("gpt_oss", {
+        **_TINY, "vocab_size": 320, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "sliding_window": 16, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    }),
+    "tiny moe": ("qwen3_moe", {
+        **_TINY, "hidden_size": 128, "vocab_size": 320, "intermediate_size": 128, "moe_intermediate_size": 128,
+        "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 512,
+    }),
     "tiny": ("llama", {
         **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512,
         "initializer_range": 0.1,
     }),
 }  # fmt: skip
 """Name -> family and config of published models."""
+OWN_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {("gpt_oss", "mxfp4"): {"quant_method": "mxfp4"}}
+"""By family and kind of weights: what published checkpoints say in the place of packed_weights.KINDS."""
+OWN_ATTENTION = {"gpt_oss": "eager"}
+"""Families whose attention torch's kernels do not compute, as it has sinks."""
 PROMPT = 192
 """Tokens of the prompt that is checked."""
 SMALL, LARGE = 0.1, 50.0
@@ -95,11 +133,12 @@ class Served:
     expected_TV: Tensor
 
     def streamed_bytes(self) -> int:
-        """Bytes of weights that a decode step must read: all but the table of input embeddings."""
+        """Bytes of weights that a decode step must read: all but the table of input embeddings; of all experts."""
         model = self.llm.engine.runner.model
         assert isinstance(model, nn.Module)
         table = model.get_input_embeddings()  # type: ignore[operator]
         packed = sum(layer.matrix.nbytes for layer in quantized_layers(model))
+        packed += sum(experts.matrices.nbytes for experts in packed_matrices(model))
         return packed + sum(p.nbytes for p in model.parameters()) - table.weight.nbytes
 
 
@@ -111,12 +150,13 @@ PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
 def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any) -> Iterator[Served]:
     """The engine of a shape in SHAPES; options are fields of nibble.Config.
 
-    likeness: see make(). weights: a name of packed_weights.KINDS; those of linear layers are then quantised, and what
-    the engine is checked against is the model with these.
+    likeness: see make(). weights: a name of packed_weights.KINDS; matrices are then made packed, as the plan counts
+    them, and what the engine is checked against is the model with these.
     """
     family, changes = SHAPES[shape]
+    entry = OWN_CONFIGS.get((family, weights)) or (KINDS[weights].config if weights else {})
     if weights:
-        changes = {**changes, "quantization_config": KINDS[weights].config}
+        changes = {**changes, "quantization_config": entry}
         if not KINDS[weights].activations:
             options = {"activations": FULL, **options}
     kept: dict[str, Any] = {}
@@ -134,9 +174,11 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
     ) -> nn.Module:
         if weights:
             del config.quantization_config
-        model = make(config, dtype, device, likeness)
-        if weights and handling is Handling.PACKED:
-            pack(model, weights, activations)
+        is_packed = bool(weights) and handling in (Handling.PACKED, Handling.EXPERTS)
+        quantization = parse(entry) if is_packed else None
+        inputs = Activations.NONE if not weights or activations == FULL else KINDS[weights].activations
+        linears = handling is Handling.PACKED
+        model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
         return prepare_model(model, model_spec, deterministic=deterministic)
@@ -148,37 +190,107 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         yield Served(llm, kept["prompt"], kept["expected"])
 
 
-def pack(model: Any, weights: str, activations: str = FULL) -> None:
-    """Quantises the linear layers of a model but the last, in place; their inputs too unless these are left as FULL."""
-    output, kind = model.get_output_embeddings(), KINDS[weights]
-    inputs = Activations.NONE if activations == FULL else kind.activations
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and layer is not output:
-            matrix = replace(quantize(layer.weight.data, kind.format), activations=inputs)
-            model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
+def pack(
+    model: Any,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: str,
+    inputs: Activations = Activations.NONE,
+    *,
+    linears: bool = True,
+) -> None:
+    """Replaces the matrices that a quantisation is about by random packed ones, in place; they need have no values.
+
+    inputs: how those of linear layers are quantised.
+    """
+    name_of_dtype, std = str(dtype).removeprefix("torch."), model.config.initializer_range
+    queries = _queries(model)
+    for name, module in list(model.named_modules()):
+        if weights := expert_matrices(module):
+            _pack_experts(module, quantization.format_of(f"{name}.0.gate_proj"), weights, dtype, device, std)
+        format = quantization.format_of(name) if type(module) is nn.Linear and linears else None
+        if format is None or format.packed is None or name.endswith(ALWAYS_PLAIN):
+            continue
+        rows, columns = module.weight.shape
+        if not unserved(format.packed, rows, columns, name_of_dtype):
+            size = SMALL * std if f"{name}.weight".endswith(queries) else std
+            weight_NK = size * torch.randn(rows, columns, dtype=dtype, device=device)
+            bias = None if module.bias is None else torch.zeros(rows, dtype=dtype, device=device)
+            matrix = replace(quantize(weight_NK, format.packed), activations=inputs)
+            model.set_submodule(name, QuantizedLinear(matrix, bias))
 
 
-def make(config: PretrainedConfig, dtype: str, device: str, likeness: float = 0.0) -> nn.Module:
+def _pack_experts(
+    module: Any,
+    format: MatrixFormat | None,
+    weights: dict[str, nn.Parameter],
+    dtype: torch.dtype,
+    device: str,
+    std: float,
+) -> None:
+    if format is None or format.packed is None:
+        return
+    packed = {}
+    for name, weight in weights.items():
+        count, rows, columns = weight.shape
+        rows, columns = (columns, rows) if module.is_transposed else (rows, columns)
+        if experts_unserved(format.packed, columns, str(dtype).removeprefix("torch.")):
+            return
+        packed[name] = random_experts(format.packed, (count, rows, columns), dtype, device, std)
+    set_packed_experts(module, packed)
+
+
+def make(
+    config: PretrainedConfig,
+    dtype: str,
+    device: str,
+    likeness: float = 0.0,
+    quantization: Quantization | None = None,
+    inputs: Activations = Activations.NONE,
+    *,
+    linears: bool = True,
+) -> nn.Module:
     """A model with random weights, the same each time.
 
     likeness: what part of an embedding's square all tokens have in common, as they have much in trained models.
+    quantization, inputs, linears: see pack().
 
     Queries are made small and embeddings large, so that attention is broad and tokens keep what they are, as in a
     trained model. As random weights come, the least error of a key sends attention elsewhere, every layer blows that
     up, and nothing could be checked.
     """
     torch.manual_seed(0)
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(
+    with torch.device("meta" if quantization else device):
+        model: Any = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=hook.NAME
         )
+    queries = _queries(model)
+    if quantization:
+        pack(model, quantization, getattr(torch, dtype), device, inputs, linears=linears)
+        _fill(model, device)
     for name, weight in model.named_parameters():
-        if name.endswith(_queries(model)):
+        if name.endswith(queries):
             weight.data.mul_(SMALL)
         elif name.endswith("embed_tokens.weight"):
             common = torch.randn_like(weight[:1]) * weight.std() * likeness**0.5
             weight.data.mul_((1 - likeness) ** 0.5).add_(common).mul_(LARGE)
-    return model.eval()
+    made: nn.Module = model.eval()
+    return made
+
+
+@torch.no_grad()
+def _fill(model: Any, device: str) -> None:
+    """Gives all that has no values yet those that the family begins with."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        module.to_empty(device=device, recurse=False)
+        if any(isinstance(part, ExpertMatrices) for part in module.children()):
+            for bias in module.parameters(recurse=False):
+                bias.zero_()
+        else:
+            model._init_weights(module)
 
 
 def _queries(model: nn.Module) -> str:
@@ -190,8 +302,8 @@ def _queries(model: nn.Module) -> str:
 
 @torch.inference_mode()
 def reference(model: Any, prompt: list[int]) -> Tensor:
-    """Logits [T, V] of the unmodified model, with torch's own attention."""
-    model.set_attn_implementation("sdpa")
+    """Logits [T, V] of the unmodified model, with torch's own attention or the family's."""
+    model.set_attn_implementation(OWN_ATTENTION.get(model.config.model_type, "sdpa"))
     logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
     model.set_attn_implementation(hook.NAME)
     return logits.float().cpu()

@@ -122,8 +122,8 @@ class Config:
     )
     quantized_weights: str = option(
         "auto",
-        "Quantised matrices of linear layers in memory: packed (as they are stored; humming-kernels multiplies them on "
-        "a GPU), unpacked (to the compute dtype), or auto (packed on a GPU that can, else unpacked).",
+        "Quantised matrices in memory: packed (as they are stored; on a GPU humming-kernels multiplies those of linear "
+        "layers), unpacked (to the compute dtype), or auto (packed on a GPU that can, else unpacked).",
     )
     activations: str = option(
         "auto",

@@ -104,6 +104,8 @@ class StoredWeights:
     """With scales, and with all that is not quantised."""
     packed: int
     """Of the same on a device that keeps matrices packed, where kernels multiply them so, and the others unpacked."""
+    packed_experts: int
+    """Of the same where experts alone are kept packed, for which no other library is needed."""
     unreadable: str = ""
     """What of them cannot be read, in words."""
     experts: int = 0

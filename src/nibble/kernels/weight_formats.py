@@ -21,7 +21,7 @@ Shape suffixes: N outputs, K inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
 
@@ -43,6 +43,15 @@ E4M3_MAX = 448.0
 TILE = (128, 128)
 """Outputs and inputs that the shape of a matrix must be a multiple of."""
 WORD = 32
+EXPERT_WORD = 16
+"""Bits of a word of experts' codes (kernels/experts)."""
+RUN = 8
+"""Inputs that follow one another in words, at most: 16 bytes of an activation."""
+EXPERT_FORMATS = {
+    ("e4m3", ""): (0, 64, 128), ("e4m3", "e8m0"): (32,), ("e2m1", "e8m0"): (32,), ("e2m1", "e4m3"): (16,),
+    ("uint4", ""): (0, 64, 128),
+}  # fmt: skip
+"""Codes and scales -> sizes of groups in which kernels/experts multiplies experts' matrices."""
 FULL_DTYPE = "float32"
 """The compute dtype in which the definition multiplies, and no kernels."""
 
@@ -148,3 +157,46 @@ def bytes_kept(format: WeightFormat, rows: int, columns: int, dtype: str) -> int
     if unserved(format, rows, columns, dtype):
         return None
     return ceil(format.size(rows, columns, 4 if dtype == FULL_DTYPE else 2))
+
+
+# Experts
+
+
+def parts_of(format: WeightFormat) -> int:
+    """Return the codes of a word."""
+    return EXPERT_WORD // format.bits
+
+
+def run_of(format: WeightFormat) -> int:
+    """Return how many inputs lie between those whose codes share a word."""
+    return min(RUN, format.group // parts_of(format)) if format.group else RUN
+
+
+def experts_unserved(format: WeightFormat, columns: int, dtype: str) -> str:
+    """Return why experts' matrices of so many inputs are not kept in a format, empty if they are.
+
+    Args:
+        format: How they would be kept.
+        columns: Inputs.
+        dtype: The compute dtype.
+    """
+    if format.has_zero or format.group not in EXPERT_FORMATS.get((format.codes, format.scales), ()):
+        return str(format)
+    if columns % (format.group or parts_of(format) * RUN):
+        return f"{columns} inputs"
+    return "" if dtype in ("bfloat16", FULL_DTYPE) else f"{format} in {dtype}"
+
+
+def expert_bytes(format: WeightFormat, experts: int, rows: int, columns: int, dtype: str) -> int:
+    """Return the bytes of experts' matrices that are kept packed.
+
+    Args:
+        format: One that experts_unserved() has nothing against.
+        experts: How many.
+        rows: Outputs of an expert.
+        columns: Its inputs.
+        dtype: The compute dtype.
+    """
+    each = replace(format, has_global=False).size(rows, columns, 4 if dtype == FULL_DTYPE else 2)
+    # A global scale is written out by row.
+    return experts * (each + 4 * rows * format.has_global)

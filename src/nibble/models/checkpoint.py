@@ -74,7 +74,9 @@ def load(
     """
     path = locate(model_spec.model)
     _check_files(Path(path))
-    packer = Packer(device, getattr(torch, dtype), activations) if handling is Handling.PACKED else None
+    packer = None
+    if handling in (Handling.PACKED, Handling.EXPERTS):
+        packer = Packer(device, getattr(torch, dtype), activations, linears=handling is Handling.PACKED)
     quantization = online.quantization_to(weights) if weights else None
     source = partial(_source, config, path, handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)
@@ -88,8 +90,11 @@ def load(
             set_packed(model, packer)
             if names := packer.forget():
                 raise WeightError(
-                    f"no layer of the model has the quantised matrices {', '.join(sorted(names))}"
+                    f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
                 )
+        if packer.device.type == "cuda":
+            # What experts were put together of, which other memory could not use.
+            torch.cuda.empty_cache()
     model = model.to(device)
     if quantization:
         quantize_linears(model, quantization, packer)

@@ -33,6 +33,7 @@ from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import ModelSpec, Phase
 from nibble.models import linear
 from nibble.models.dsa import lower_topk
+from nibble.models.experts import has_packed_experts
 from nibble.models.forward import plain
 from nibble.models.hub import first_line, quiet
 
@@ -183,7 +184,11 @@ def _kind(layer: nn.Module, model_spec: ModelSpec) -> object:
 def _own_code(model: Any) -> Iterator[None]:
     """Let attention, and experts that will be replaced, be computed by the family's own code, in the body."""
     # Other experts stay with what Transformers chose for them: some cannot be computed in another way.
-    configs: list[Any] = [module.config for module in model.modules() if linear.has_packable_experts(module)]
+    configs: list[Any] = [
+        module.config
+        for module in model.modules()
+        if linear.has_packable_experts(module) or has_packed_experts(module)
+    ]
     before = [config._experts_implementation for config in configs]
     attention = model.config._attn_implementation
     model.eval()

@@ -1,4 +1,6 @@
-"""Experts of a model on a GPU, computed by kernels/experts: no way for few tokens waits for the host or sorts.
+"""Experts of a model that kernels/experts computes: on a GPU, and packed ones anywhere.
+
+No way for few tokens waits for the host or sorts.
 
 Transformers lets a registered function compute experts whose matrices lie in one tensor. What happens between both
 products (the gate) stays the family's own code.
@@ -8,6 +10,8 @@ Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for e
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,34 +19,88 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from nibble.kernels import experts, triton_present
+from nibble.kernels.experts.matrices import TENSORS, PackedExperts
 
 _NAME = "nibble_experts"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+COUNT = 2
+"""How many of these experts have."""
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix of each expert, packed, in the place of the parameter of a module.
+
+    The family's own code reads single matrices of it, which are then computed.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+    def __init__(self, experts: PackedExperts, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.format, self.dtype, self.facts = experts.format, experts.dtype, experts.facts
+        self.packed_shape, self.is_packed_transposed = experts.shape, is_transposed
+        for name in TENSORS:
+            self.register_buffer(name, getattr(experts, name), persistent=False)
+
+    @property
+    def matrices(self) -> PackedExperts:
+        """Return the matrices."""
+        rounded = getattr(torch, self.facts[-1])
+        return PackedExperts(self.format, self.codes, self.scale, self.dtype, rounded, self.global_scale)
+
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
+        """Return an expert's matrix in the compute dtype, as the family has it."""
+        weight_NI = self.matrices.dequantize(int(expert)).to(self.dtype)
+        return weight_NI.T if self.is_packed_transposed else weight_NI
+
+
+def expert_matrices(module: Any) -> dict[str, nn.Parameter]:
+    """Return the plain matrices of experts that a registered function may compute; none of other modules."""
+    # What Transformers gives to experts that a registered function may compute.
+    if not hasattr(module, "is_transposed"):
+        return {}
+    candidates = {name: getattr(module, name, None) for name in _MATRICES}
+    weights = {name: x for name, x in candidates.items() if isinstance(x, nn.Parameter) and x.dim() == 3}
+    return weights if len(weights) == COUNT else {}
+
+
+def packed_matrices(module: nn.Module) -> list[ExpertMatrices]:
+    """Return the packed matrices of a module with experts, or of all modules of a model."""
+    return [part for part in module.modules() if isinstance(part, ExpertMatrices)]
+
+
+def has_packed_experts(module: nn.Module) -> bool:
+    """Return whether a module itself has packed matrices."""
+    return any(isinstance(part, ExpertMatrices) for part in module.children())
+
+
+def set_packed_experts(module: Any, matrices: Mapping[str, PackedExperts]) -> None:
+    """Replace the matrices of a module with experts by packed ones, which kernels/experts multiplies."""
+    for name, packed in matrices.items():
+        delattr(module, name)
+        setattr(module, name, ExpertMatrices(packed, is_transposed=module.is_transposed))
+    # Its own: layers that share it may have experts of another kind.
+    module.config = copy.copy(module.config)
+    module.config._experts_implementation = _NAME
 
 
 def serve_experts(model: nn.Module) -> int:
-    """Let kernels/experts compute the experts of a model on a GPU, in place; return the number of their modules."""
-    modules = [module for module in model.modules() if _serves(module)]
+    """Let kernels/experts compute the plain experts of a model on a GPU; return the number of their modules."""
+    modules: list[Any] = [module for module in model.modules() if _serves(module)]
     for module in modules:
-        module.config._experts_implementation = _NAME  # type: ignore[union-attr]
+        module.config._experts_implementation = _NAME
     return len(modules)
 
 
 def _serves(module: Any) -> bool:
     """Return whether Transformers lets our function compute `module`, and there are kernels for its matrices."""
-    matrices = [getattr(module, name) for name in _MATRICES if hasattr(module, name)]
+    matrices = expert_matrices(module).values()
     return (
-        # What Transformers gives to experts that a registered function may compute.
-        hasattr(module, "is_transposed")
-        and len(matrices) == 2
+        bool(matrices)
         and triton_present()
-        and all(
-            isinstance(x, nn.Parameter)
-            and x.dim() == 3
-            and x.is_cuda
-            and x.dtype in (torch.bfloat16, torch.float16)
-            for x in matrices
-        )
+        and all(x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) for x in matrices)
     )
 
 
@@ -56,14 +114,20 @@ def compute(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> 
         y_SH = self.post_expert_norm(y_SH)
     y_TKH = y_SH[places_S].view(*experts_TK.shape, -1)
     # Some families choose none by a number behind the last.
-    y_TKH = y_TKH.where((experts_TK < len(self.down_proj)).unsqueeze(-1), 0)
+    y_TKH = y_TKH.where((experts_TK < _count(self.down_proj)).unsqueeze(-1), 0)
     return (y_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 
-def _matrices(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+def _count(weight: Tensor | ExpertMatrices) -> int:
+    return weight.packed_shape[0] if isinstance(weight, ExpertMatrices) else len(weight)
+
+
+def _matrices(module: Any, name: str) -> tuple[Tensor | ExpertMatrices, Tensor | None]:
     """Return matrices [E, out, in], and their biases."""
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if isinstance(weight, ExpertMatrices):
+        return weight, bias
     return weight.transpose(1, 2) if module.is_transposed else weight, bias
 
 

@@ -31,7 +31,7 @@ from nibble.kernels.quantized_linear.matrix import TENSORS, PackedMatrix, merged
 from nibble.kernels.quantized_linear.naive import quantize_activations
 from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.kernels.weight_formats import Activations
-from nibble.models.experts import serve_experts
+from nibble.models.experts import serve_experts, set_packed_experts
 from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import Quantization
@@ -339,10 +339,13 @@ class QuantizedLinear(nn.Module):
 
 
 def set_packed(model: nn.Module, packer: Packer) -> int:
-    """Replace the layers of a loaded model whose matrices are kept packed, in place; return their number."""
+    """Replace layers and experts of a loaded model whose matrices are kept packed, in place; return their number."""
     count = 0
     for name, layer, matrix in packer.matrices(model):
         model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
+        count += 1
+    for module, matrices in packer.experts(model):
+        set_packed_experts(module, matrices)
         count += 1
     return count
 

@@ -22,7 +22,7 @@ from nibble import files
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, StoredWeights, Stream
 from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub
-from nibble.models.quantization import folder_bytes
+from nibble.models.weight_bytes import folder_bytes
 
 FOLDER = "observed"
 CONFIG_FILES = ("config.json", INDEX_FILE, MODELOPT_FILE)

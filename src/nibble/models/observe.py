@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
-from nibble.models import activations, hook, online, refusals
+from nibble.models import activations, hook, online, refusals, weight_bytes
 from nibble.models import quantization as quantized
+from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
@@ -130,25 +131,31 @@ def _stored_weights(
     quantization = quantized.parse(entry)
     if quantization is None:
         return None
-    size = quantized.stored_bytes(quantization, _parameters(model))
-    packed = quantized.packed_bytes(quantization, _parameters(model), dtype)
+    size = weight_bytes.stored_bytes(quantization, _parameters(model))
+    packed, experts = (
+        weight_bytes.packed_bytes(quantization, _parameters(model), dtype, linears=linears)
+        for linears in (True, False)
+    )
     formats = [(rule.format.packed, rule.format.activations) for rule in quantization.rules]
     requests, has_fp8 = activations.outline(formats)
     return StoredWeights(
-        quantization.method, quantization.kind, size, packed, quantized.unreadable(entry),
+        quantization.method, quantization.kind, size, packed, experts, quantized.unreadable(entry),
         activations=requests, has_fp8=has_fp8,
     )  # fmt: skip
 
 
-def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:
+def _parameters(model: nn.Module) -> Iterator[weight_bytes.Parameter]:
     """Yield the parameters of a model, each once, though some have several names."""
     counted: set[int] = set()
     for path, module in model.named_modules():
+        experts, is_transposed = expert_matrices(module), bool(getattr(module, "is_transposed", False))
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in counted:
                 counted.add(id(parameter))
                 linear = isinstance(module, nn.Linear) and name == "weight"
-                yield quantized.Parameter(path, tuple(parameter.shape), linear)
+                yield weight_bytes.Parameter(
+                    path, tuple(parameter.shape), linear, name in experts, is_transposed
+                )
 
 
 def _run(

@@ -20,7 +20,6 @@ from nibble.kernels.weight_formats import DISTRIBUTION, FULL_DTYPE, Activations,
 from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models import activations
 from nibble.models.quantization import (
-    ALWAYS_PLAIN,
     FP8_BLOCK,
     FULL,
     HEADS,
@@ -28,14 +27,12 @@ from nibble.models.quantization import (
     NVFP4,
     Handling,
     MatrixFormat,
-    Parameter,
     Quantization,
     Rule,
     Weights,
-    packed_bytes,
     quantization_entry,
-    stored_bytes,
 )
+from nibble.models.weight_bytes import ALWAYS_PLAIN, Parameter, packed_bytes, stored_bytes
 
 FORMATS = {
     "fp8": FP8_BLOCK,
@@ -89,12 +86,14 @@ def outline(weights: str, parameters: Iterable[Parameter], dtype: str, config: o
     experts = sum(
         prod(x.shape) for x in all_parameters if "experts" in x.module.split(".") and len(x.shape) > 1
     )
+    full = 4 if dtype == FULL_DTYPE else FULL
     return StoredWeights(
         ONLINE,
         quantization.kind,
         stored_bytes(quantization, all_parameters),
         packed_bytes(quantization, all_parameters, dtype),
-        experts=experts * (4 if dtype == FULL_DTYPE else FULL),
+        full * sum(prod(x.shape) for x in all_parameters),
+        experts=experts * full,
         has_fp8=activations.outline([(FORMATS[weights].packed, Activations.NONE)])[1],
     )
 

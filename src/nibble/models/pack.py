@@ -6,26 +6,32 @@ act-order or smoothed inputs, one in a shape or format that no kernels multiply,
 
 While a model loads, a placeholder stands for each matrix that is kept: a tensor of its shape with a single value. The
 loader renames tensors and puts them into modules; where a placeholder has gone shows which module its matrix is of.
+Where a file has experts one by one, the loader puts them together (torch.stack), and gates with others (torch.cat): so
+are their matrices then. A loader that does anything else gets plain values that are no numbers, and its matrices belong
+to no module, so they are read once more, and unpacked.
 
-Shape suffixes: N outputs, K inputs, G groups of inputs.
+Shape suffixes: N outputs, K inputs, G groups of inputs; E experts, B blocks of 32 inputs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nibble.errors import WeightError
+from nibble.kernels.experts.matrices import PackedExperts, joined, packed_experts
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
 from nibble.kernels.quantized_linear.quantize import quantize
-from nibble.kernels.weight_formats import WORD, Activations, WeightFormat, unserved
+from nibble.kernels.weight_formats import WORD, Activations, WeightFormat, experts_unserved, unserved
 from nibble.models.activations import FULL, activations_of
+from nibble.models.experts import expert_matrices
 from nibble.models.matrix_parts import Parts
 from nibble.models.quantization import MatrixFormat, parse
 
@@ -35,69 +41,36 @@ GPTQ_V2 = "gptq_v2"
 """GPTQ's `checkpoint_format` in which zero points are stored as they are; in the first they are one less."""
 LARGEST_ERROR = 2**-8
 """Of a scale in the compute dtype, relative; BF16 rounds by half of it, and a scale beyond its range is further off."""
-_PLAIN = re.compile(r"(^|\.)experts\.|\.kv_b_proj\.weight$")
-"""Names of matrices that are always unpacked: the loader puts experts together, and MLA takes this one apart."""
+_PLAIN = re.compile(r"\.kv_b_proj\.weight$")
+"""Names of matrices that are always unpacked: MLA takes this one apart."""
+_EXPERT = re.compile(r"(^|\.)experts\.")
+"""Names of experts' matrices."""
 
 
 class NotPackedError(Exception):
     """A matrix cannot be kept packed, and is unpacked."""
 
 
-Reader = Callable[[Parts, "Packer"], PackedMatrix]
-"""Reads a matrix in one spelling; raises NotPackedError."""
+class MatrixMaker:
+    """Makes packed matrices of what a file has of them."""
 
-
-class Packer:
-    """The packed matrices of a model that loads."""
-
-    def __init__(self, device: str, dtype: torch.dtype, activations: str = FULL) -> None:
-        """Pack the matrices of a model.
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        unserved: Callable[[WeightFormat, int, int, str], str],
+        activations: str = FULL,
+    ) -> None:
+        """Make matrices for a device.
 
         Args:
             device: Where they are kept.
             dtype: The compute dtype.
-            activations: What becomes of the inputs of packed matrices (activations.py).
+            unserved: Why kernels do not multiply a matrix, by format, outputs, inputs and compute dtype.
+            activations: What becomes of their inputs (activations.py).
         """
-        self.device, self.dtype, self.activations = torch.device(device), dtype, activations
-        self.plain: set[str] = set()
-        """Names of matrices that are unpacked although they could be kept."""
-        self._matrices: dict[int, tuple[str, PackedMatrix, Tensor]] = {}
-        """By the address of their placeholder, which is kept so that no other tensor gets it."""
-        self._placed: set[int] = set()
-        """Placeholders whose matrices linear layers have."""
-        self._lock = Lock()
-
-    def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
-        """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept."""
-        if parts.name in self.plain or _PLAIN.search(parts.name):
-            return None
-        try:
-            matrix = read(parts, self)
-        except NotPackedError:
-            return None
-        # Not a number, so that whatever should use it shows.
-        single = torch.full((1, 1), torch.nan, dtype=self.dtype)
-        with self._lock:
-            self._matrices[single.untyped_storage().data_ptr()] = parts.name, matrix, single
-        return single.expand(matrix.shape)
-
-    def matrices(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, PackedMatrix]]:
-        """Yield the linear layers of a loaded model that have a placeholder, by name, with their matrices."""
-        for name, module in list(model.named_modules()):
-            # Exactly this class: a subclass may compute something else.
-            if type(module) is nn.Linear and not module.weight.is_meta:
-                place = module.weight.untyped_storage().data_ptr()
-                if entry := self._matrices.get(place):
-                    # Layers may share a matrix.
-                    self._placed.add(place)
-                    yield name, module, entry[1]
-
-    def forget(self) -> set[str]:
-        """Let go of matrices that no linear layer has, and return their names: they must be unpacked."""
-        names = {name for place, (name, *_) in self._matrices.items() if place not in self._placed}
-        self._matrices.clear()
-        self._placed.clear()
-        return names
+        self.device, self.dtype, self.activations = device, dtype, activations
+        self._unserved = unserved
 
     def matrix(
         self,
@@ -132,7 +105,7 @@ class Packer:
         )
         group = columns // groups if groups > 1 else 0
         format = WeightFormat(kind, group, scales, zero_NG is not None, global_scale is not None)
-        _require(not unserved(format, rows, columns, str(self.dtype).removeprefix("torch.")))
+        _require(not self._unserved(format, rows, columns, str(self.dtype).removeprefix("torch.")))
         zero = None
         if zero_NG is not None:
             _require(int(zero_NG.min()) >= 0 and int(zero_NG.max()) < 1 << bits)
@@ -160,6 +133,119 @@ class Packer:
             return replace(matrix, activations=activations, input_scale=_input_scale(parts).to(self.device))
         return replace(matrix, activations=activations)
 
+    def _cast(self, scale: Tensor) -> Tensor:
+        """Return scales in the compute dtype."""
+        exact = scale.float()
+        cast = exact.to(self.dtype)
+        error = (cast.float() - exact).abs()
+        _require(bool((error <= LARGEST_ERROR * exact.abs()).all()))  # which NaN is not
+        return cast.contiguous()
+
+
+Reader = Callable[[Parts, MatrixMaker], PackedMatrix | PackedExperts]
+"""Reads a matrix in one spelling, or those of all experts; raises NotPackedError."""
+Packed = TypeVar("Packed", PackedMatrix, PackedExperts)
+
+
+class Packer:
+    """The packed matrices of a model that loads."""
+
+    def __init__(
+        self, device: str, dtype: torch.dtype, activations: str = FULL, *, linears: bool = True
+    ) -> None:
+        """Pack the matrices of a model.
+
+        Args:
+            device: Where they are kept.
+            dtype: The compute dtype.
+            activations: What becomes of the inputs of packed linear layers (activations.py).
+            linears: Whether these are packed, and not experts alone.
+        """
+        self.device, self.dtype, self._linears = torch.device(device), dtype, linears
+        self.activations = activations
+        self.plain: set[str] = set()
+        """Names of matrices that are unpacked although they could be kept."""
+        self._of_linears = MatrixMaker(self.device, dtype, unserved, activations)
+        self._of_experts = MatrixMaker(self.device, dtype, lambda f, _, k, name: experts_unserved(f, k, name))
+        self._entries: dict[int, _Entry] = {}
+        """By the address of their placeholder, which is kept so that no other tensor gets it."""
+        self._placed: set[int] = set()
+        """Placeholders whose matrices modules have."""
+        self._lock = Lock()
+
+    def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
+        """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept."""
+        is_expert = bool(_EXPERT.search(parts.name))
+        if parts.name in self.plain or _PLAIN.search(parts.name) or not (is_expert or self._linears):
+            return None
+        try:
+            packed = read(parts, self._of_experts if is_expert else self._of_linears)
+        except NotPackedError:
+            return None
+        if isinstance(packed, PackedExperts):
+            experts, outputs, inputs = packed.shape
+            return self._keep(_Entry((parts.name,), packed), (experts, inputs, outputs))
+        place = self._keep(_Entry((parts.name,), packed), packed.shape)
+        return _ExpertPlaceholder.of(place, self) if is_expert else place
+
+    def _keep(self, entry: _Entry, shape: Sequence[int]) -> Tensor:
+        """Return a new placeholder."""
+        # Not a number, so that whatever should use it shows.
+        entry.single = torch.full((1,), torch.nan, dtype=self.dtype)
+        with self._lock:
+            self._entries[entry.single.untyped_storage().data_ptr()] = entry
+        return entry.single.expand(shape)
+
+    def put_together(
+        self, parts: Sequence[Tensor], join: Callable[[list[Any]], PackedExperts | None]
+    ) -> Tensor | None:
+        """Replace placeholders by one for what `join` makes of their matrices; None where that is nothing."""
+        with self._lock:
+            places = [part.untyped_storage().data_ptr() for part in parts]
+            entries = [self._entries.get(place) for place in places]
+            matrices = [entry.packed for entry in entries if entry]
+            joint = join(matrices) if len(matrices) == len(entries) else None
+            if joint is None:
+                return None
+            for place in places:
+                del self._entries[place]
+        names = tuple(name for entry in entries if entry for name in entry.names)
+        return self._keep(_Entry(names, joint), joint.shape)
+
+    def matrices(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, PackedMatrix]]:
+        """Yield the linear layers of a loaded model that have a placeholder, by name, with their matrices."""
+        for name, module in list(model.named_modules()):
+            # Exactly this class: a subclass may compute something else.
+            if type(module) is nn.Linear and (matrix := self._packed(module.weight, PackedMatrix)):
+                # Layers may share a matrix.
+                self._placed.add(module.weight.untyped_storage().data_ptr())
+                yield name, module, matrix
+
+    def experts(self, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, PackedExperts]]]:
+        """Yield the experts of a loaded model that have placeholders for all of their matrices, with these by name."""
+        for module in list(model.modules()):
+            weights = expert_matrices(module)
+            entries = {name: self._packed(weight, PackedExperts) for name, weight in weights.items()}
+            packed = {name: experts for name, experts in entries.items() if experts}
+            if packed and len(packed) == len(weights):
+                self._placed.update(weight.untyped_storage().data_ptr() for weight in weights.values())
+                yield module, packed
+
+    def _packed(self, weight: Tensor, kind: type[Packed]) -> Packed | None:
+        """Return what a parameter is the placeholder of."""
+        if weight.is_meta:
+            return None
+        entry = self._entries.get(weight.untyped_storage().data_ptr())
+        return entry.packed if entry and isinstance(entry.packed, kind) else None
+
+    def forget(self) -> set[str]:
+        """Let go of matrices that no module has, and return their names: they must be unpacked."""
+        others = (entry for place, entry in self._entries.items() if place not in self._placed)
+        names = {name for entry in others for name in entry.names}
+        self._entries.clear()
+        self._placed.clear()
+        return names
+
     def quantize(self, name: str, weight_NK: Tensor, format: MatrixFormat) -> PackedMatrix:
         """Return a plain matrix, quantised; raise NotPackedError where no kernels multiply it."""
         packed, dtype = format.packed, str(self.dtype).removeprefix("torch.")
@@ -173,13 +259,53 @@ class Packer:
         matrix = quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
         return replace(matrix, activations=activations_of(self.activations, None, matrix.format))
 
-    def _cast(self, scale: Tensor) -> Tensor:
-        """Return scales in the compute dtype."""
-        exact = scale.float()
-        cast = exact.to(self.dtype)
-        error = (cast.float() - exact).abs()
-        _require(bool((error <= LARGEST_ERROR * exact.abs()).all()))  # which NaN is not
-        return cast.contiguous()
+
+@dataclass
+class _Entry:
+    """A matrix that is kept, or those of all experts."""
+
+    names: tuple[str, ...]
+    packed: PackedMatrix | PackedExperts
+    single: Tensor | None = None
+    """The value that its placeholder has everywhere."""
+
+
+class _ExpertPlaceholder(Tensor):
+    """The placeholder of one expert's matrix, or of some of all experts, that the loader puts together."""
+
+    packer: Packer
+
+    @staticmethod
+    def of(place: Tensor, packer: Packer) -> _ExpertPlaceholder:
+        placeholder: _ExpertPlaceholder = place.as_subclass(_ExpertPlaceholder)
+        placeholder.packer = packer
+        return placeholder
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to:
+            # It has the compute dtype, and stands for what is where it shall be.
+            return args[0]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if (func, dim) in _JOINTS and all(isinstance(part, cls) for part in args[0]):
+            packer = args[0][0].packer
+            if (place := packer.put_together(args[0], _JOINTS[func, dim])) is not None:
+                return cls.of(place, packer)
+        # Anything else is of plain tensors: views have the same address, and what is computed is not a number.
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            # A parameter is of the type of its tensor.
+            if func in (Tensor.detach, Tensor.requires_grad_):
+                return result.as_subclass(cls)
+            return result.as_subclass(Tensor) if isinstance(result, cls) else result
+
+
+_JOINTS: dict[tuple[Any, int], Callable[[list[Any]], PackedExperts | None]] = {
+    (torch.stack, 0): packed_experts,
+    (torch.cat, 1): joined,
+}
+"""What a loader does with experts, and what that makes of their matrices."""
 
 
 def _require(holds: bool) -> None:
@@ -198,9 +324,9 @@ def _as_int32(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
+def small_floats(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """FP8 and INT8."""
-    codes = parts["weight"].to(packer.device)
+    codes = parts["weight"].to(maker.device)
     scale = parts.get("weight_scale_inv", "weight_scale")
     zero = parts.get("weight_zero_point")
     _require(scale is not None and (zero is None or not zero.any()))
@@ -210,17 +336,17 @@ def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
         # Half of the range is added, which turns the sign.
         kind, codes = "uint8", codes.view(torch.uint8) ^ 128
     rows, columns = codes.shape
-    scale = scale.to(packer.device)
+    scale = scale.to(maker.device)
     if scale.dtype == torch.uint8:
         _require(scale.dim() == 2 and scale.shape[0] == rows)
-        return packer.matrix(kind, _as_int32(codes), scale, scales="e8m0")
+        return maker.matrix(kind, _as_int32(codes), scale, scales="e8m0")
     is_blocked = scale.dim() > 1 and scale.shape[0] < rows
     scale = _by_rows(scale.float(), rows, columns, parts)
-    matrix = packer.matrix(kind, _as_int32(codes), scale, rounded=rounded)
+    matrix = maker.matrix(kind, _as_int32(codes), scale, rounded=rounded)
     if kind == "uint8":
         return matrix
     matrix = replace(matrix, block_rows=parts.block[0] if is_blocked else 1)
-    return packer.with_activations(matrix, _stored_format(parts), parts)
+    return maker.with_activations(matrix, _stored_format(parts), parts)
 
 
 def _stored_format(parts: Parts) -> MatrixFormat | None:
@@ -252,24 +378,24 @@ def _by_rows(scale: Tensor, rows: int, columns: int, parts: Parts) -> Tensor:
     return scale.repeat_interleave(height, 0)[:rows]
 
 
-def modelopt_nvfp4(parts: Parts, packer: Packer) -> PackedMatrix:
+def modelopt_nvfp4(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """Bytes with two E2M1 values each, and two scales."""
     _require(parts.get("pre_quant_scale") is None)
     codes, scale, second = (
-        parts[end].to(packer.device) for end in ("weight", "weight_scale", "weight_scale_2")
+        parts[end].to(maker.device) for end in ("weight", "weight_scale", "weight_scale_2")
     )
     _require(scale.dtype == torch.float8_e4m3fn and second.numel() == 1)
-    return packer.matrix("e2m1", _as_int32(codes), scale, scales="e4m3", global_scale=second.float().view(1))
+    return maker.matrix("e2m1", _as_int32(codes), scale, scales="e4m3", global_scale=second.float().view(1))
 
 
-def packed_floats(parts: Parts, packer: Packer) -> PackedMatrix:
+def packed_floats(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """NVFP4 and MXFP4 by compressed-tensors, which divides by NVFP4's global scale."""
-    codes, scale = (parts[end].to(packer.device) for end in ("weight_packed", "weight_scale"))
+    codes, scale = (parts[end].to(maker.device) for end in ("weight_packed", "weight_scale"))
     if scale.dtype == torch.uint8:
-        return packer.matrix("e2m1", _as_int32(codes), scale, scales="e8m0")
-    divisor = parts["weight_global_scale"].to(packer.device).float()
+        return maker.matrix("e2m1", _as_int32(codes), scale, scales="e8m0")
+    divisor = parts["weight_global_scale"].to(maker.device).float()
     _require(scale.dtype == torch.float8_e4m3fn and divisor.numel() == 1)
-    return packer.matrix(
+    return maker.matrix(
         "e2m1",
         _as_int32(codes),
         scale,
@@ -279,19 +405,19 @@ def packed_floats(parts: Parts, packer: Packer) -> PackedMatrix:
     )
 
 
-def packed_integers(parts: Parts, packer: Packer) -> PackedMatrix:
+def packed_integers(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """Words along inputs, and zero points in words along outputs; both with half of their range added."""
-    codes, (rows, columns) = parts["weight_packed"].to(packer.device), parts["weight_shape"].tolist()
+    codes, (rows, columns) = parts["weight_packed"].to(maker.device), parts["weight_shape"].tolist()
     bits = columns and codes.shape[1] * WORD / columns
     _require(bits in (4, 8) and codes.shape[0] == rows)
-    scale, zero = parts["weight_scale"].to(packer.device), parts.get("weight_zero_point")
+    scale, zero = parts["weight_scale"].to(maker.device), parts.get("weight_zero_point")
     _require(scale.dim() == 2 and _is_in_order(parts.get("weight_g_idx"), scale.shape[1], columns))
     zero_NG = None
     if zero is not None:
-        zero = zero.to(packer.device)
+        zero = zero.to(maker.device)
         is_packed = zero.dtype == torch.int32
         zero_NG = unpack_words(zero, int(bits), 0)[:rows] if is_packed else zero.int() + (1 << int(bits - 1))
-    return packer.matrix(f"uint{int(bits)}", codes, scale, zero_NG=zero_NG, rounded=_rounding(scale))
+    return maker.matrix(f"uint{int(bits)}", codes, scale, zero_NG=zero_NG, rounded=_rounding(scale))
 
 
 def _is_in_order(index_K: Tensor | None, groups: int, columns: int) -> bool:
@@ -301,34 +427,59 @@ def _is_in_order(index_K: Tensor | None, groups: int, columns: int) -> bool:
     return columns % groups == 0 and torch.equal(index_K.long(), torch.arange(columns) // (columns // groups))
 
 
-def gptq(parts: Parts, packer: Packer) -> PackedMatrix:
+def gptq(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """Words along inputs; zero points in words along outputs, in the first format one less than they are."""
     bits = int(parts.config.get("bits") or 4)
     _require(bits in (4, 8))
-    codes, scale_GN, zero = (parts[end].to(packer.device) for end in ("qweight", "scales", "qzeros"))
+    codes, scale_GN, zero = (parts[end].to(maker.device) for end in ("qweight", "scales", "qzeros"))
     columns = codes.shape[0] * WORD // bits
     _require(_is_in_order(parts.get("g_idx"), scale_GN.shape[0], columns))
     zero_GN = unpack_words(zero, bits, 1)
     if parts.config.get("checkpoint_format") != GPTQ_V2:
         zero_GN = zero_GN + 1
-    return packer.matrix(f"uint{bits}", codes.T, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
+    return maker.matrix(f"uint{bits}", codes.T, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
 
 
-def awq(parts: Parts, packer: Packer) -> PackedMatrix:
+def awq(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     """Words along outputs, in an order of their own."""
-    scale_GN = parts["scales"].to(packer.device)
+    scale_GN = parts["scales"].to(maker.device)
     x_KN, zero_GN = (
-        unpack_words(parts[end].to(packer.device), 4, 1)
+        unpack_words(parts[end].to(maker.device), 4, 1)
         .unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)]
         .flatten(1)
         for end in ("qweight", "qzeros")
     )
     _require(x_KN.shape[0] * 4 % WORD == 0)
     codes = pack_words(x_KN.T, 4, 1)
-    return packer.matrix("uint4", codes, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
+    return maker.matrix("uint4", codes, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
 
 
-def plain(format: MatrixFormat, parts: Parts, packer: Packer) -> PackedMatrix:
+def signed_integers(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
+    """W4AFP8's experts: two's complement of 4 bits, of which half of the range is added by turning the sign."""
+    codes, scale = (parts[end].to(maker.device) for end in ("weight", "weight_scale_inv"))
+    codes = codes.view(torch.uint8) ^ 0x88
+    group = int(parts.config.get("group_size") or 128)
+    _require(scale.dim() == 2 and 2 * codes.shape[1] == scale.shape[1] * group)
+    return maker.matrix("uint4", _as_int32(codes), scale, rounded=_rounding(scale))
+
+
+def experts_mxfp4(parts: Parts, maker: MatrixMaker) -> PackedExperts:
+    """Experts of gpt-oss, one after the other."""
+    blocks_ENB16, scales_ENB = parts["_blocks"], parts["_scales"]
+    _require(scales_ENB.shape == blocks_ENB16.shape[:3])
+    matrices = (
+        maker.matrix(
+            "e2m1", _as_int32(blocks.to(maker.device).flatten(1)), scales.to(maker.device), scales="e8m0"
+        )
+        for blocks, scales in zip(blocks_ENB16, scales_ENB, strict=True)
+    )
+    experts = packed_experts(list(matrices))
+    if experts is None:
+        raise NotPackedError
+    return experts
+
+
+def plain(format: MatrixFormat, packer: Packer, parts: Parts, _: MatrixMaker) -> PackedMatrix:
     """A matrix that is quantised as it is read (online.py)."""
     return packer.quantize(parts.name, parts["weight"], format)
 

@@ -1,8 +1,7 @@
-"""Quantised weights of a checkpoint: how many bytes they take, and what serving does with them today. No torch.
+"""Quantised weights of a checkpoint: how they are stored, and what serving does with them. No torch.
 
 A checkpoint says in config.json (`quantization_config`), or in ModelOpt's own file, how each of its matrices is stored.
-The bytes follow from that and from the shapes; where the weights are in a local folder, from the headers of its
-safetensors files.
+The bytes that follow from that are counted in weight_bytes.py.
 
 Sources of the layouts: Transformers' `quantizers/`, compressed-tensors' `config/`, ModelOpt's `hf_quant_config.json`,
 the AWQ and GPTQ papers' checkpoints (packed int32 words, scales of 16 bits, zeros of as many bits as the weights), and
@@ -11,19 +10,16 @@ OCP's MX formats (a byte of scale for 32 values).
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from math import ceil, prod
-from pathlib import Path
+from math import ceil
 from typing import Any
 
 from nibble.config import Config
-from nibble.errors import ConfigError, WeightError
+from nibble.errors import ConfigError
 from nibble.formats.scheme_file import MIXED_PRECISION, modelopt_layers
 from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import import_problem
@@ -35,11 +31,9 @@ from nibble.kernels.weight_formats import (
     PACKAGE,
     Activations,
     WeightFormat,
-    bytes_kept,
 )
 from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models import activations as inputs
-from nibble.models.hub import weight_files
 
 MODELOPT = "modelopt"
 W4AFP8 = "w4afp8"
@@ -153,9 +147,9 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantization:
 
 
 def _read_w4afp8(config: Mapping[str, Any]) -> Quantization:
-    format = replace(FP8_BLOCK, activations=Activations.GROUP)
+    format, group = replace(FP8_BLOCK, activations=Activations.GROUP), int(config.get("group_size") or 128)
     others = _plain(W4AFP8, format, config, "modules_to_not_convert", "ignored_layers", "ignore")
-    experts = MatrixFormat("4 bits", 4, int(config.get("group_size") or 128), 4)
+    experts = MatrixFormat("4 bits", 4, group, 4, packed=WeightFormat("uint4", group))
     return replace(others, rules=(Rule((r"re:.*\.experts\..*",), experts), *others.rules))
 
 
@@ -303,119 +297,10 @@ def _is_match(name: str, pattern: str) -> bool:
     return f".{pattern}." in f".{name}."
 
 
-# Bytes
-
-ALWAYS_PLAIN = ".kv_b_proj"
-"""The end of the name of MLA's matrix that is taken apart, and so unpacked."""
-EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""Matrices of an expert, as checkpoints name them one by one and Transformers keeps them together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of the model."""
-
-    module: str
-    shape: tuple[int, ...]
-    is_linear: bool
-    """Whether it is the matrix of a linear layer."""
-
-    @property
-    def matrix_names(self) -> tuple[str, ...]:
-        """Modules of a checkpoint whose matrices it has; none where it is no matrix of a linear layer or of experts."""
-        if self.is_linear:
-            return (self.module,)
-        if len(self.shape) == 3 and "experts" in self.module.split("."):
-            return tuple(f"{self.module}.0.{name}" for name in EXPERT_MATRICES)
-        return ()
-
-
-def stored_bytes(quantization: Quantization, parameters: Iterable[Parameter]) -> int:
-    """Return the bytes of all parameters: quantised ones with their scales, the others in 16 bits."""
-    return sum(_parameter_bytes(quantization, parameter) for parameter in parameters)
-
-
-def packed_bytes(quantization: Quantization, parameters: Iterable[Parameter], dtype: str) -> int:
-    """Return the bytes of all parameters on a device that keeps the matrices of linear layers packed.
-
-    Args:
-        quantization: How the checkpoint has them.
-        parameters: Of the model.
-        dtype: The compute dtype, that of all other parameters.
-    """
-    full = 4 if dtype == FULL_DTYPE else FULL
-    return sum(
-        _packed_size(quantization, parameter, dtype) or prod(parameter.shape) * full
-        for parameter in parameters
-    )
-
-
-def _packed_size(quantization: Quantization, parameter: Parameter, dtype: str) -> int | None:
-    """Return the bytes of a matrix that is kept packed, None for others; models/pack.py keeps the same ones."""
-    stored = quantization.format_of(parameter.module) if parameter.is_linear else None
-    if stored is None or stored.packed is None or parameter.module.endswith(ALWAYS_PLAIN):
-        return None
-    rows, columns = parameter.shape
-    format = stored.packed
-    # A single group is the whole row.
-    format = replace(format, group=0) if format.group == columns else format
-    return bytes_kept(format, rows, columns, dtype)
-
-
-def _parameter_bytes(quantization: Quantization, parameter: Parameter) -> int:
-    formats = [quantization.format_of(name) for name in parameter.matrix_names]
-    stored = next(filter(None, formats), None)
-    if stored is None:
-        return prod(parameter.shape) * FULL
-    *experts, rows, columns = parameter.shape
-    return prod(experts) * stored.size(rows, columns)
-
-
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio|multi_modal_projector)")
-"""Names of tensors of other parts than the language model."""
-
-
-def folder_bytes(folder: Path, layers: int) -> int | None:
-    """Return the bytes of the language model's tensors in a folder's safetensors files; None where there are none.
-
-    Args:
-        folder: Of a checkpoint.
-        layers: Of the model; layers beyond them predict further tokens, and are not loaded.
-
-    Raises:
-        WeightError: A file is broken or cut short.
-    """
-    files = weight_files(folder)
-    if not files or any(not file.exists() for file in files):
-        return None
-    headers = (entry for file in files for entry in _header(file).items())
-    return sum(
-        _SIZES.get(x["dtype"], 1) * prod(x["shape"]) for name, x in headers if _is_loaded(name, layers)
-    )
-
-
-def _header(file: Path) -> Mapping[str, Any]:
-    """Return a file's tensors: dtype and shape by name."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-    except (struct.error, ValueError, OverflowError, MemoryError) as error:
-        raise WeightError(
-            f"the weight file {file} is broken or cut short ({error}); download it again"
-        ) from error
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
-
-
-def _is_loaded(name: str, layers: int) -> bool:
-    layer = _LAYER.search(name)
-    return not _OTHER_PARTS.search(name) and (layer is None or int(layer[1]) < layers)
-
-
 # What serving does with them
 
+EXPERTS_ARCH = 80
+"""The first compute capability that multiplies bfloat16, as kernels/experts does."""
 _PACKAGES = {
     "fp8": ("accelerate", "kernels"),
     "mxfp4": ("accelerate", "kernels"),
@@ -434,7 +319,7 @@ READABLE_ALGORITHMS = frozenset({
 })  # fmt: skip
 """ModelOpt's names of algorithms whose weights are read."""
 LARGER = 1.25
-"""Times what is stored, from which on packed weights, whose experts are unpacked, are left to Transformers."""
+"""Times what is stored, from which on packed weights, some of which are unpacked, are left to Transformers."""
 _CT_FORMATS = frozenset({
     "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
@@ -488,7 +373,8 @@ def quantization_entry(config: Any) -> dict[str, Any]:
 class Handling(StrEnum):
     """What becomes of quantised weights in memory."""
 
-    PACKED = "packed"  # matrices of linear layers as they are stored, experts unpacked
+    PACKED = "packed"  # matrices as they are stored
+    EXPERTS = "experts"  # experts as they are stored, linear layers unpacked
     UNPACKED = "unpacked"  # to the compute dtype
     TRANSFORMERS = "transformers"  # what Transformers makes of them, with packages for the method
 
@@ -507,7 +393,11 @@ class Weights:
     @property
     def bytes(self) -> int:
         """Bytes in memory."""
-        sizes = {Handling.PACKED: self.stored.packed, Handling.UNPACKED: self.full}
+        sizes = {
+            Handling.PACKED: self.stored.packed,
+            Handling.EXPERTS: self.stored.packed_experts,
+            Handling.UNPACKED: self.full,
+        }
         return sizes.get(self.handling, self.stored.bytes)
 
 
@@ -531,21 +421,30 @@ def plan_weights(
         config.quantized_weights == Handling.PACKED,
         _packed_blocker(config, stored, full, dtype, hardware),
     )
-    if not why and here and not hardware.is_cpu and (problem := import_problem(PACKAGE)):
-        why = f"{DISTRIBUTION} {problem} here, with which they would take {format_bytes(stored.packed)}"
-    if packed and why:
-        raise ConfigError(f"--quantized-weights packed cannot be served: {why}; leave it out")
+    has_linears, has_experts = stored.packed < stored.packed_experts, stored.packed_experts < full
+    if has_experts and not hardware.is_cpu:
+        why = why or _experts_blocker(hardware, here=here)
+    missing = import_problem(PACKAGE) if here and has_linears and not hardware.is_cpu else None
+    if missing:
+        missing = f"{DISTRIBUTION} {missing} here, with which they would take {format_bytes(stored.packed)}"
+    if packed and (why or missing):
+        raise ConfigError(f"--quantized-weights packed cannot be served: {why or missing}; leave it out")
     if stored.method not in READABLE:
         return Weights(stored, full, Handling.TRANSFORMERS)
     if config.quantized_weights == Handling.UNPACKED or (hardware.is_cpu and not packed):
         return Weights(stored, full, Handling.UNPACKED)
+    handling = Handling.UNPACKED
+    if not why and not missing:
+        handling = Handling.PACKED
+    elif not why and has_experts:
+        handling = Handling.EXPERTS
     others = stored.method not in _ALWAYS_UNPACKED and not (
         here and any(map(import_problem, _PACKAGES[stored.method]))
     )
-    # Transformers keeps experts packed too, where it has the packages.
-    if packed or not (why or (others and stored.packed > LARGER * stored.bytes)):
-        return Weights(stored, full, Handling.PACKED)
-    return Weights(stored, full, Handling.TRANSFORMERS if others else Handling.UNPACKED, why)
+    weights = Weights(stored, full, handling, why or missing or "")
+    # Transformers keeps more packed, where it has the packages.
+    is_large = handling is Handling.UNPACKED or weights.bytes > LARGER * stored.bytes
+    return replace(weights, handling=Handling.TRANSFORMERS) if others and is_large and not packed else weights
 
 
 def _packed_blocker(config: Config, stored: StoredWeights, full: int, dtype: str, hardware: Hardware) -> str:
@@ -563,6 +462,14 @@ def _packed_blocker(config: Config, stored: StoredWeights, full: int, dtype: str
     return ""
 
 
+def _experts_blocker(hardware: Hardware, *, here: bool) -> str:
+    """Return why experts cannot be kept packed on a GPU; empty if they can."""
+    if hardware.arch < EXPERTS_ARCH:
+        return f"kernels of packed experts need SM{EXPERTS_ARCH}"
+    problem = import_problem("triton") if here else None
+    return f"triton {problem} here" if problem else ""
+
+
 def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
     """Yield what is to be known of quantised weights: their bytes, and what serving does with them.
 
@@ -575,10 +482,14 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
     stored = weights.stored
     title, other = f"weights in {stored.title}", f"{format_bytes(weights.full)} in {dtype}"
     if weights.handling is Handling.PACKED:
-        by = "by their definition, slowly" if hardware.is_cpu else f"by {DISTRIBUTION}"
         yield (
-            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {by}; "
+            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {_multiplier(weights, hardware)}; "
             f"{format_bytes(stored.bytes)} as stored, {other}"
+        )
+    elif weights.handling is Handling.EXPERTS:
+        yield (
+            f"{title}: {format_bytes(weights.bytes)}, experts multiplied as they are packed, and others unpacked "
+            f"({weights.why}); {format_bytes(stored.bytes)} as stored, {other}"
         )
     elif weights.handling is Handling.TRANSFORMERS:
         yield f"{title}: {format_bytes(stored.bytes)} as stored, {other}"
@@ -592,6 +503,17 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
         missing = [name for name in packages if import_problem(name)] if here else packages
         needs = f", and needs {_listing(missing)}" if missing else ""
         yield f"serving {title}: Transformers loads them{needs}; not tested with Nibble"
+
+
+def _multiplier(weights: Weights, hardware: Hardware) -> str:
+    """Return by what packed matrices are multiplied."""
+    if hardware.is_cpu:
+        return "by their definition, slowly"
+    stored = weights.stored
+    has_linears, has_experts = stored.packed < stored.packed_experts, stored.packed_experts < weights.full
+    experts = "by Nibble's own kernels" if has_experts else ""
+    linears = f"by {DISTRIBUTION}" if has_linears else ""
+    return f"{linears}, experts {experts}" if linears and experts else linears or experts
 
 
 def _listing(names: Sequence[str]) -> str:

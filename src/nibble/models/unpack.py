@@ -128,7 +128,7 @@ def quantized(
         packer: Keeps matrices, and gives placeholders for them; others are read as they are.
     """
     lock, tensors = Lock(), dict[str, Any]()
-    spelling = _Spelling("weight", lambda parts: parts["weight"], partial(pack.plain, format))
+    spelling = _Spelling("weight", lambda parts: parts["weight"], partial(pack.plain, format, packer))
     for path in weight_files(folder):
         file = stack.enter_context(safe_open(path, "pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -331,7 +331,7 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
     """
     spelling = None
     if "_blocks" in dtypes:
-        spelling = _Spelling("_blocks", _experts_mxfp4)
+        spelling = _Spelling("_blocks", _experts_mxfp4, pack.experts_mxfp4)
     elif "qweight" in dtypes:
         is_awq = config.get("quant_method") == "awq"
         spelling = _Spelling("qweight", *((_awq, pack.awq) if is_awq else (_gptq, pack.gptq)))
@@ -340,7 +340,7 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
         integers, floats = (_packed_integers, pack.packed_integers), (_packed_floats, pack.packed_floats)
         spelling = _Spelling("weight_packed", *(integers if is_words else floats))
     elif dtypes.get("weight") == "I8" and config.get("quant_method") == W4AFP8:
-        spelling = _Spelling("weight", _signed_integers)
+        spelling = _Spelling("weight", _signed_integers, pack.signed_integers)
     elif dtypes.get("weight") in {"F8_E4M3", "I8"}:
         spelling = _Spelling("weight", _small_floats, pack.small_floats)
     elif dtypes.get("weight") == "U8":

@@ -369,7 +369,7 @@ def test_plan_of_what_does_not_fit_says_routes_and_what_is_missing() -> None:
     assert refused.exit_code == 1
     assert "decode   triton" in refused.stdout and "35,136 bytes a token" in refused.stdout
     assert re.search(
-        r"deepseek-r1 does not fit: needs at least 67\d\.\d+ GiB .*, and h200 has 141\.00 GiB", refused.stderr
+        r"deepseek-r1 does not fit: needs at least 68\d\.\d+ GiB .*, and h200 has 141\.00 GiB", refused.stderr
     )
     assert "what works" not in refused.stderr
     found = data("plan", "deepseek-r1", "--gpu", "h200", "--kv-format", "fp8_e4m3", code=1)

@@ -344,7 +344,10 @@ def test_settings_that_were_measured_come_before_the_library_s_own(
     ranges = humming._schedules(matrix.key, config, torch.device("cpu"), 0)
     # Tiles of 512 outputs do not divide the matrix.
     assert ranges[0] == [0, 1, mine] and ranges[1][:2] == [1, 16] and ranges[1][2] == {"rows": 16}
-    assert humming._schedules(matrix_of("fp8", 256, 512).key, config, torch.device("cpu"), 0)[0][:2] == [0, 16]
+    assert humming._schedules(matrix_of("fp8", 256, 512).key, config, torch.device("cpu"), 0)[0][:2] == [
+        0,
+        16,
+    ]
     # Up to so many rows are multiplied elsewhere.
     assert humming._schedules(matrix.key, config, torch.device("cpu"), 8)[0][:2] == [0, 16]
     monkeypatch.setattr(schedules, "COMMON", {90: {"use_pdl": True}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from nibble.config import Config
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.hardware import GIB, lookup_gpu
 from nibble.models import hub
-from nibble.models.quantization import Parameter, folder_bytes, packed_bytes, parse, stored_bytes
+from nibble.models.quantization import parse
+from nibble.models.weight_bytes import Parameter, folder_bytes, packed_bytes, stored_bytes
 
 
 def llama_70b() -> Iterator[Parameter]:
@@ -201,6 +203,28 @@ def test_bytes_of_a_llama_of_70_billion_values_that_stays_packed(entry: dict[str
     quantization = parse(entry)
     assert quantization is not None
     assert packed_bytes(quantization, llama_70b(), "bfloat16") / GIB == pytest.approx(gib, abs=0.1)
+
+
+def test_bytes_of_experts_that_stay_packed() -> None:
+    """Both of their matrices, or none; and linear layers only where they are packed."""
+    quantization = parse({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert quantization is not None
+    name = "model.layers.0.mlp.experts"
+    up, down = (Parameter(name, shape, False, True) for shape in ((8, 2048, 512), (8, 512, 1024)))
+    linear = Parameter("model.layers.0.self_attn.q_proj", (512, 512), True)
+    size = 8 * (2048 * 512 + 2 * 2048 * 4)
+    assert packed_bytes(quantization, [up], "bfloat16") == size
+    both = packed_bytes(quantization, [up, down, linear], "bfloat16", linears=False)
+    assert both == size + 8 * (512 * 1024 + 2 * 512 * 8) + 2 * 512 * 512
+    odd = replace(down, shape=(8, 512, 1000))
+    plain = 2 * 8 * (2048 * 512 + 512 * 1000)
+    assert packed_bytes(quantization, [up, odd], "bfloat16") == plain
+    assert packed_bytes(quantization, [up, down], "float16") == 2 * 8 * (2048 * 512 + 512 * 1024)
+    # Of gpt-oss, whose matrices have inputs first.
+    mxfp4 = parse({"quant_method": "mxfp4"})
+    assert mxfp4 is not None
+    turned = Parameter(name, (8, 2880, 5760), False, True, True)
+    assert packed_bytes(mxfp4, [turned], "bfloat16") == 8 * 2880 * 5760 * 17 // 32
 
 
 def test_experts_and_odd_shapes_are_unpacked() -> None:

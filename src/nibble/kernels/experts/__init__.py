@@ -2,7 +2,8 @@
 
 A few tokens go to a kernel that reads each chosen expert once (triton.py); more are sorted by their experts, and
 multiplied by torch's grouped product, or, in other dtypes than bfloat16, by kernels/invariant. Rows come back in an
-order that up() chooses, so that nothing is moved between both products; nothing waits for the device.
+order that up() chooses, so that nothing is moved between both products; nothing waits for the device. Matrices that are
+kept packed (matrices.py) have kernels of their own for both; without a GPU the definition multiplies.
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
@@ -10,63 +11,112 @@ inputs.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from nibble.kernels import invariant, triton_present
 from nibble.kernels.experts import naive
+from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.weight_formats import WeightFormat
 
 MAX_TOKENS = 64
 """Tokens up to which chosen experts are read once each; the largest tile of triton.py (ROWS) has as many."""
 
 
-def up(x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> tuple[Tensor, Tensor]:
+class Packed(Protocol):
+    """Packed matrices, or a module that has them."""
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """See PackedExperts."""
+
+
+def up(
+    x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Multiply each token with the matrices of its experts.
 
     Args:
         x_TI: Tokens.
         experts_TK: Their experts. Rows of E and more, which are none, hold anything.
-        weight_ENI: Matrices, with any strides.
+        weight_ENI: Matrices, with any strides, or packed.
         bias_EN: Added to each row, if there is one.
 
     Returns:
         [S, N] in the dtype of x, in some order, and int64 [S]: which row each choice has.
     """
-    y_SN, places_S = torch.ops.nibble.experts_up(x_TI, experts_TK, weight_ENI, bias_EN)
+    operators, weight = _operators(weight_ENI)
+    y_SN, places_S = operators[0](x_TI, experts_TK, bias_EN, *weight)
     return y_SN, places_S
 
 
-def down(x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> Tensor:
+def down(x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None) -> Tensor:
     """Multiply each row, in the order of up(), with the matrix of its expert -> [S, N] in the same order."""
-    y_SN: Tensor = torch.ops.nibble.experts_down(x_SI, experts_TK, weight_ENI, bias_EN)
+    operators, weight = _operators(weight_ENI)
+    y_SN: Tensor = operators[1](x_SI, experts_TK, bias_EN, *weight)
     return y_SN
 
 
-def _up(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if _is_few(experts):
+def _operators(weight: Tensor | Packed) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    """Return the operators of both products, and what they are given of a weight."""
+    ops = torch.ops.nibble
+    if isinstance(weight, Tensor):
+        return (ops.experts_up, ops.experts_down), (weight,)
+    tensors = weight.codes, weight.scale, weight.global_scale
+    return (ops.packed_experts_up, ops.packed_experts_down), (*tensors, *weight.facts)
+
+
+def _up(
+    x: Tensor, experts: Tensor, bias: Tensor | None, weight: Tensor | PackedExperts
+) -> tuple[Tensor, Tensor]:
+    if _is_few(x, experts, weight):
         places_S = torch.empty(experts.numel(), dtype=torch.int64, device=x.device)
         return _few(x, experts, weight, bias, places_S), places_S
-    order_S, ends_E = naive.order(experts, len(weight))
+    order_S, ends_E = naive.order(experts, weight.shape[0])
     places_S = torch.empty_like(order_S)
     places_S[order_S] = torch.arange(len(order_S), device=x.device)
+    if isinstance(weight, PackedExperts):
+        return _many_packed(x, order_S, experts.shape[1], ends_E, weight, bias), places_S
     return _grouped(x[order_S // experts.shape[1]], experts, order_S, ends_E, weight, bias), places_S
 
 
-def _down(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_few(experts):
+def _down(x: Tensor, experts: Tensor, bias: Tensor | None, weight: Tensor | PackedExperts) -> Tensor:
+    if _is_few(x, experts, weight):
         return _few(x, experts, weight, bias)
-    return _grouped(x, experts, *naive.order(experts, len(weight)), weight, bias)
+    order_S, ends_E = naive.order(experts, weight.shape[0])
+    if isinstance(weight, PackedExperts):
+        return _many_packed(x, None, 1, ends_E, weight, bias)
+    return _grouped(x, experts, order_S, ends_E, weight, bias)
 
 
-def _is_few(experts: Tensor) -> bool:
-    return len(experts) <= MAX_TOKENS
+def _is_few(x: Tensor, experts: Tensor, weight: Tensor | PackedExperts) -> bool:
+    """Return whether rows stay in the order of choices; by the definition of packed matrices they always do."""
+    return len(experts) <= MAX_TOKENS or (isinstance(weight, PackedExperts) and not _has_kernels(x))
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and triton_present()
+
+
+def _many_packed(
+    x: Tensor, order_S: Tensor | None, top_k: int, ends_E: Tensor, weight: PackedExperts, bias: Tensor | None
+) -> Tensor:
+    from nibble.kernels.experts.triton import many_product
+
+    return many_product(x, order_S, top_k, ends_E, weight, bias)
 
 
 def _few(
-    x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, places_S: Tensor | None = None
-) -> Tensor:
+    x: Tensor, experts: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, places_S: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Multiply rows in the order of choices."""
-    if x.is_cuda and triton_present():
+    if _has_kernels(x):
         from nibble.kernels.experts.triton import few_product
 
         return few_product(x, experts, weight, bias, places_S=places_S)
@@ -89,20 +139,41 @@ def _grouped(
     return y if bias is None else y + bias[experts.flatten()[order_S].clamp(max=len(bias) - 1)]
 
 
-def _up_shape(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _down_shape(x, experts, weight, bias), experts.new_empty(experts.numel(), dtype=torch.int64)
+def _packed(
+    codes: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, group: int, scales: str, dtype: str,
+    rounded: str,
+) -> PackedExperts:  # fmt: skip
+    format = WeightFormat(kind, group, scales, has_global=global_scale is not None)
+    return PackedExperts(format, codes, scale, getattr(torch, dtype), getattr(torch, rounded), global_scale)
 
 
-def _down_shape(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(experts.numel(), weight.shape[1])
+def _packed_up(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> tuple[Tensor, Tensor]:
+    return _up(x, experts, bias, _packed(*weight))
+
+
+def _packed_down(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+    return _down(x, experts, bias, _packed(*weight))
+
+
+def _up_shape(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> tuple[Tensor, Tensor]:
+    return _down_shape(x, experts, bias, *weight), experts.new_empty(experts.numel(), dtype=torch.int64)
+
+
+def _down_shape(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+    # Of plain and of packed matrices the second dimension is that of outputs.
+    return x.new_empty(experts.numel(), weight[0].shape[1])
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
-_ARGUMENTS = "(Tensor x, Tensor experts, Tensor weight, Tensor? bias)"
-for _name, _result, _implement, _shape in (
-    ("experts_up", "(Tensor, Tensor)", _up, _up_shape),
-    ("experts_down", "Tensor", _down, _down_shape),
+_ARGUMENTS = "Tensor x, Tensor experts, Tensor? bias, Tensor weight"
+_FORMAT = "str kind, int group, str scales, str dtype, str rounded"
+_PACKED_ARGUMENTS = f"{_ARGUMENTS}, Tensor scale, Tensor? global_scale, {_FORMAT}"
+for _name, _arguments, _result, _implement, _shape in (
+    ("experts_up", _ARGUMENTS, "(Tensor, Tensor)", _up, _up_shape),
+    ("experts_down", _ARGUMENTS, "Tensor", _down, _down_shape),
+    ("packed_experts_up", _PACKED_ARGUMENTS, "(Tensor, Tensor)", _packed_up, _up_shape),
+    ("packed_experts_down", _PACKED_ARGUMENTS, "Tensor", _packed_down, _down_shape),
 ):
-    _library.define(f"{_name}{_ARGUMENTS} -> {_result}")
+    _library.define(f"{_name}({_arguments}) -> {_result}")
     _library.impl(_name, _implement, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nibble::{_name}", _shape, lib=_library)

@@ -1,4 +1,4 @@
-"""The definition of products with experts, in torch.
+"""The definition of products with experts, in torch. Values of packed matrices are not rounded (matrices.py).
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
@@ -9,14 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nibble.kernels.experts.matrices import PackedExperts
 
-def product(x: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> Tensor:
+
+def product(
+    x: Tensor, experts_TK: Tensor, weight_ENI: Tensor | PackedExperts, bias_EN: Tensor | None
+) -> Tensor:
     """Multiply the row of each choice with the matrix of its expert.
 
     Args:
         x: [T, I], one row for all choices of a token, or [S, I].
         experts_TK: The experts that tokens chose, of any order. Choices of no expert, E or more, give zeros.
-        weight_ENI: Matrices, with any strides.
+        weight_ENI: Matrices, with any strides, or packed.
         bias_EN: Added to each row, if there is one.
 
     Returns:
@@ -26,12 +30,19 @@ def product(x: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor |
     x_SI = x if len(x) == len(choices) else x.repeat_interleave(experts_TK.shape[1], 0)
     y_SN = x.new_zeros(len(choices), weight_ENI.shape[1])
     for expert in choices.unique().tolist():
-        if not 0 <= expert < len(weight_ENI):
+        if not 0 <= expert < weight_ENI.shape[0]:
             continue
         rows = choices == expert
-        y_RN = x_SI[rows].float() @ weight_ENI[expert].float().T
+        y_RN = x_SI[rows].float() @ _matrix(weight_ENI, expert).T
         y_SN[rows] = (y_RN if bias_EN is None else y_RN + bias_EN[expert].float()).to(x.dtype)
     return y_SN
+
+
+def _matrix(weight_ENI: Tensor | PackedExperts, expert: int) -> Tensor:
+    """Return an expert's matrix in float32."""
+    if isinstance(weight_ENI, PackedExperts):
+        return weight_ENI.dequantize(expert)
+    return weight_ENI[expert].float()
 
 
 def order(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

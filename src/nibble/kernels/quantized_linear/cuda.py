@@ -32,8 +32,8 @@ MULTIPLE = 128
 """What outputs and inputs are multiples of."""
 WARPS, MOST_SPLITS = 4, 8
 """Warps of a block of few.cu, and blocks of a cluster, which share inputs."""
-WARPS_OF_PROCESSOR = 8
-"""Inputs are split until there are about as many."""
+BUSY = 0.9
+"""Inputs are split until there are so many blocks for each processor."""
 STAGES, STAGE_CODES = 3, 4096
 """What a warp has in shared memory, and the bytes of codes of each."""
 SLICE = 16 << 20
@@ -70,8 +70,8 @@ def is_many(matrix: PackedMatrix, tokens: int) -> bool:
 
 def splits_of(outputs: int, inputs: int, processors: int) -> int:
     """Return among how many blocks of a cluster the inputs of an output are split."""
-    splits, warps = 1, outputs // MULTIPLE * WARPS
-    while splits < MOST_SPLITS and splits * warps < WARPS_OF_PROCESSOR * processors:
+    splits = 1
+    while splits < MOST_SPLITS and splits * (outputs // MULTIPLE) < BUSY * processors:
         splits *= 2
     return min(splits, max(inputs // (MULTIPLE * WARPS), 1))
 
