@@ -304,7 +304,7 @@ for arch, format, shape, top_k in ((90, FP8, (128, 1536, 2048), 8), (90, MXFP4, 
     experts, outputs, inputs = shape
     words = torch.empty(experts, outputs, inputs // parts_of(format), dtype=torch.int16, device="meta")
     packed = PackedExperts(format, words, words, torch.bfloat16)
-    fixed = dict(EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, TOP_K=top_k, bias=None)
+    fixed = dict(EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, TOP_K=top_k, bias=None, PDL=arch >= 90)
     for name, value in zip(("CODES", "GROUP", "SCALES", "PARTS", "RUN"), fast._format_of(packed)):
         fixed[name] = value
     types = {"x": "*bf16", "out": "*bf16", "scale": "*u8" if format.scales else "*bf16", "experts": "*i64",

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
 from nibble.kernels.experts.decode import NVFP4_REST, TWO_120, factors, unpack
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import parts_of, run_of
@@ -160,6 +161,7 @@ def few_kernel(
     TOP_K: tl.constexpr, EACH: tl.constexpr, SINGLE: tl.constexpr, DISTINCT: tl.constexpr, M: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
     CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the tokens of one expert with BN rows of its matrix. Grid: outputs / BN, experts.
 
@@ -167,6 +169,7 @@ def few_kernel(
     expert of one of its choices. DISTINCT: a program takes the n-th of all chosen experts. places: which row of the
     output each choice has is written there. BM: tokens that are multiplied at a time. CODES: empty for a plain weight.
     """
+    wait_for_inputs(PDL)
     # --- which expert
     expert = tl.program_id(1)
     if places is not None:  # noqa: SIM102 (decided when it is compiled)
@@ -236,13 +239,14 @@ def many_kernel(
     x, order, ends, codes, scale, global_scale, bias, out, rows, x_stride, bias_stride, EXPERTS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-    SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+    SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows, which are sorted by their experts, with BN rows of a packed matrix.
 
     Tiles begin anew with each expert. Grid: outputs / BN, and as many tiles of rows as there may be. order: choices as
     they are sorted, where x has the rows of tokens; None where it has sorted rows.
     """
+    wait_for_inputs(PDL)
     # --- which expert and rows
     tile, e_E = tl.program_id(1), tl.arange(0, E)
     end_E = tl.load(ends + e_E, mask=e_E < EXPERTS, other=0)
@@ -375,11 +379,12 @@ def few_product(
         tile = tile or tile_of(matrices, rows, outputs, inputs, weight_ENI.itemsize, gpu)
         tensors, strides, format = (weight_ENI, None, None), weight_ENI.stride(), ("", 0, "", 1, 1)
     single, distinct = tokens == 1, choices < experts and rows * columns <= MAX_LISTED
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, options = x if x.stride(1) == 1 else x.contiguous(), launch_options(gpu)
     few_kernel[(cdiv(outputs, tile.outputs), choices if single or distinct else experts)](
         x, experts_TK.contiguous(), *tensors, bias_EN, out_SN, places_S, tokens, x.stride(0), *strides,
         0 if bias_EN is None else bias_EN.stride(0), experts, outputs, inputs, top_k, len(x) != tokens, single,
-        distinct, rows, columns, together, tile.outputs, tile.inputs, tile.stages, *format, num_warps=tile.warps,
+        distinct, rows, columns, together, tile.outputs, tile.inputs, tile.stages, *format,
+        bool(options), num_warps=tile.warps, **options,
     )  # fmt: skip
     return out_SN
 
@@ -406,10 +411,11 @@ def many_product(
     together = MANY_ROWS[is_wide]
     tile = many_tile(experts, together, gpu)
     # Each expert's last tile has room.
-    tiles = cdiv(rows, together) + min(count, rows)
+    tiles, options = cdiv(rows, together) + min(count, rows), launch_options(gpu)
     many_kernel[(cdiv(outputs, tile.outputs), tiles)](
         x, order_S, ends_E, experts.codes, experts.scale, experts.global_scale, bias_EN, out_SN, rows, x.stride(0),
         0 if bias_EN is None else bias_EN.stride(0), count, outputs, inputs, top_k, next_power_of_2(count), together,
-        tile.outputs, tile.inputs, tile.stages, *_format_of(experts), num_warps=tile.warps,
+        tile.outputs, tile.inputs, tile.stages, *_format_of(experts), bool(options), num_warps=tile.warps,
+        **options,
     )  # fmt: skip
     return out_SN
