@@ -117,7 +117,9 @@ def few_linear(
         BackendError: The driver refuses the launch.
     """
     (outputs, inputs), gpu = matrix.shape, gpu_of(x_TK.device)
-    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    # The kernel reads pairs.
+    if x_TK.stride(1) != 1 or x_TK.stride(0) % 2 or x_TK.data_ptr() % 4:
+        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
     out_TN = x_TK.new_empty(len(x_TK), outputs)
     splits = splits or splits_of(outputs, inputs, gpu.processors)
     columns, shared = 8 if len(x_TK) <= 8 else MOST_TOKENS, shared_bytes(matrix, warps)
