@@ -27,7 +27,7 @@ from nibble.engine import build
 from nibble.kernels.weight_formats import Activations, experts_unserved, unserved
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
-from nibble.models.activations import FULL
+from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.checkpoint import prepare_model
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
@@ -216,7 +216,8 @@ def pack(
             size = SMALL * std if f"{name}.weight".endswith(queries) else std
             weight_NK = size * torch.randn(rows, columns, dtype=dtype, device=device)
             bias = None if module.bias is None else torch.zeros(rows, dtype=dtype, device=device)
-            matrix = replace(quantize(weight_NK, format.packed), activations=inputs)
+            matrix = quantize(weight_NK, format.packed)
+            matrix = replace(matrix, activations=activations_of(AUTO, inputs, matrix.format))
             model.set_submodule(name, QuantizedLinear(matrix, bias))
 
 

@@ -314,7 +314,7 @@ class Scheduler:
         room = self.token_budget - len(split)
         selected = self._select_prompts(prompts, demand, room)
         least = max(self.token_budget // SLICES, 1)
-        shares = divide([demand[request] for request in selected], [*map(_urgency, selected)], room, least)
+        shares = divide([demand[request] for request in selected], [*selected.values()], room, least)
         split.update((one, share) for one, share in zip(selected, shares, strict=True) if share)
         self._limit_logprob_rows(split)
         return split
@@ -331,9 +331,9 @@ class Scheduler:
 
     def _select_prompts(
         self, prompts: Sequence[Request], demand: Mapping[Request, int], room: int
-    ) -> list[Request]:
-        """Return the prompts to go on with, as many as the budget has slices: the first, then the most urgent."""
-        selected: list[Request] = []
+    ) -> dict[Request, tuple[int, int]]:
+        """Return the prompts to go on with, as many as the budget has slices: the first, then by urgency, with that."""
+        selected: dict[Request, tuple[int, int]] = {}
         pending: dict[Key | int, Request] = {}
         for request in self.running:
             if request.in_flight:
@@ -350,12 +350,17 @@ class Scheduler:
                 and (target := self.manager.replay_target(candidate.lease)) is not None
             ):
                 request = replays.get(target, candidate)
-            if request in selected or self._can_wait(request, pending):
+            # With the turn goes the urgency.
+            urgency = min(_urgency(request), _urgency(candidate))
+            if request in selected:
+                selected[request] = min(selected[request], urgency)
+                continue
+            if self._can_wait(request, pending):
                 continue
             room -= min(demand[request], part)
             if selected and room < 0:
                 break
-            selected.append(request)
+            selected[request] = urgency
             pending.update(dict.fromkeys(self._work_keys(request), request))
         return selected
 

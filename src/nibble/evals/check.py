@@ -64,12 +64,13 @@ class Verdict:
 
     def violations(self) -> Iterator[str]:
         """Yield where it falls short."""
-        accuracy, row = _percent(self.score.value), self.threshold
+        # Two decimals, so that what is less does not look the same.
+        accuracy, row = f"{100 * self.score.value:.2f} %", self.threshold
         if row and self.score.value < row.least - SLACK:
             yield f"{accuracy} of {TASK} is less than the {_percent(row.least)} asked of {row.model}"
         if self.yardstick and self.drop is not None and self.drop > MAX_DROP + SLACK:
             yield (
-                f"{accuracy} of {TASK} is {_points(self.drop)} points below the {_percent(self.yardstick.value)} of "
+                f"{accuracy} of {TASK} is {100 * self.drop:.2f} points below the {_percent(self.yardstick.value)} of "
                 f"the same model's cache in {YARDSTICK}, and {_points(MAX_DROP)} is allowed"
             )
 
@@ -180,9 +181,14 @@ def check(
     row = None if config.weights else find(config.model, config.kv_format)
     is_compared = relative or row is None
     if is_compared and is_unquantised(plan):
+        if row:
+            raise ConfigError(
+                f"--relative compares with a cache in {YARDSTICK}, which {entry.name} is itself; leave it out"
+            )
+        weights = f" and {config.weights} weights" if config.weights else ""
         raise ConfigError(
             f"a cache in {entry.name} is what others are compared with, and no least accuracy of {config.model} with "
-            "it is known (docs/thresholds.md); name a scheme as nvfp4 or fp8_e4m3 (`nibble formats` lists them)"
+            f"it{weights} is known (docs/thresholds.md); name a scheme as nvfp4 or fp8_e4m3 (`nibble formats` has all)"
         )
     few_shot = _completed(few_shot or FewShot(), row)
     cases = gsm8k.read_cases(gsm8k.locate_questions(path), few_shot.num_fewshot or 0, few_shot.limit)

@@ -84,9 +84,9 @@ THRESHOLDS = (
 def find(model: str, scheme: str) -> Threshold | None:
     """Return the least accuracy that is asked of a model with a cache, None where nobody is known to.
 
-    A model is known by its name on the hub: as it was named, by the folder of the hub's cache, or by what its
-    config.json says it came from; or by a folder of the same last name. A copy on this machine must have the
-    architecture too.
+    A model is known by its name on the hub: as it was named, by the folder of the hub's cache, or by a folder of the
+    same last name, which must have the architecture too. What config.json says a model was made of does not count: a
+    fine-tune is another model.
 
     Args:
         model: hub name or local folder.
@@ -96,7 +96,7 @@ def find(model: str, scheme: str) -> Threshold | None:
     rows = [row for row in THRESHOLDS if row.scheme == base]
     folder = local_folder(model)
     config = read_json(folder / "config.json") if folder else {}
-    names = {name.lower() for name in _names(model, folder, config)}
+    names = {name.lower() for name in _names(model, folder)}
     return next(
         (row for row in rows if names & _spellings(row.model) and _has_architecture(row, config)), None
     )
@@ -109,7 +109,7 @@ def _base(scheme: str) -> str:
     return ""
 
 
-def _names(model: str, folder: Path | None, config: dict[str, Any]) -> Iterator[str]:
+def _names(model: str, folder: Path | None) -> Iterator[str]:
     """Yield what a model may be called: whole names of the hub, and a folder's own behind a slash."""
     yield model
     if folder:
@@ -117,8 +117,6 @@ def _names(model: str, folder: Path | None, config: dict[str, Any]) -> Iterator[
         yield f"/{folder.name}"
         cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/", f"{folder.as_posix()}/")
         yield from (f"{cached[1]}/{cached[2]}",) if cached else ()
-    if isinstance(origin := config.get("_name_or_path"), str):
-        yield origin
 
 
 def _spellings(name: str) -> set[str]:

@@ -1,8 +1,9 @@
 """Programmatic dependent launch: from SM90 on, a kernel starts while the one in front of it ends.
 
 A kernel that is launched so waits before it reads what others wrote, and only then lets the next one start. So whoever
-starts early knows that all but the kernel just in front of it have ended. Before the wait it may read nothing but what
-no kernel writes, as weights are. (CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
+starts early knows that all but the kernel just in front of it have ended. Before the wait it writes nothing to memory,
+and reads nothing but what no kernel writes, as weights are. What inductor makes keeps to it too (models/forward.py).
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -98,9 +99,44 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
 
 
 def _early_launches() -> dict[str, bool]:
-    """Return the option by which inductor's kernels start while those in front of them end, where it has one."""
-    name = "triton.enable_pdl"
-    return {name: True} if name in torch._inductor.config.get_config_copy() else {}
+    """Return the option by which inductor's kernels start while those in front of them end, where it is safe."""
+    from torch._inductor.codegen.triton import TritonKernel  # takes a while
+
+    option = "triton.enable_pdl"
+    if option not in torch._inductor.config.get_config_copy() or not hasattr(TritonKernel, _BEFORE_ACCESS):
+        return {}
+    own = getattr(TritonKernel, _BEFORE_ACCESS)
+    if not hasattr(own, "__wrapped__"):
+        setattr(TritonKernel, _BEFORE_ACCESS, _always_waiting(own))
+    return {option: True}
+
+
+_BEFORE_ACCESS = "_handle_pdl_before_access"
+"""Where inductor decides whether a kernel waits before it reads or writes (torch/_inductor/codegen/triton.py)."""
+
+
+def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
+    """Return the same, but every kernel waits.
+
+    Inductor lets one go ahead that has nothing to do with the kernel just in front of it. Then that one's wait does not
+    count for those behind it, and a buffer may be written that the kernel in front, or one before, still reads.
+    """
+
+    from torch._inductor.virtualized import V
+
+    @functools.wraps(decide)
+    def always(self: Any, *arguments: Any, **options: Any) -> None:
+        # Where no kernel is known to be in front, it waits.
+        scheduler = V.graph.scheduler
+        if scheduler is None:
+            return decide(self, *arguments, **options)
+        previous, scheduler.previous_node = getattr(scheduler, "previous_node", None), None
+        try:
+            return decide(self, *arguments, **options)
+        finally:
+            scheduler.previous_node = previous
+
+    return always
 
 
 def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -39,6 +39,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a word lie in AWQ's GEMM layout, by output."""
 GPTQ_V2 = "gptq_v2"
 """GPTQ's `checkpoint_format` in which zero points are stored as they are; in the first they are one less."""
+INPUT_SCALES = ("input_scale", "activation_scale")
+"""What checkpoints call the scale of a matrix's inputs."""
 LARGEST_ERROR = 2**-8
 """Of a scale in the compute dtype, relative; BF16 rounds by half of it, and a scale beyond its range is further off."""
 _PLAIN = re.compile(r"\.kv_b_proj\.weight$")
@@ -288,9 +290,10 @@ class _ExpertPlaceholder(Tensor):
             # It has the compute dtype, and stands for what is where it shall be.
             return args[0]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        if (func, dim) in _JOINTS and all(isinstance(part, cls) for part in args[0]):
+        join = _JOINTS.get((func, dim)) if func in (torch.stack, torch.cat) and isinstance(dim, int) else None
+        if join and args and all(isinstance(part, cls) for part in args[0]):
             packer = args[0][0].packer
-            if (place := packer.put_together(args[0], _JOINTS[func, dim])) is not None:
+            if (place := packer.put_together(args[0], join)) is not None:
                 return cls.of(place, packer)
         # Anything else is of plain tensors: views have the same address, and what is computed is not a number.
         with torch._C.DisableTorchFunctionSubclass():
@@ -346,6 +349,8 @@ def small_floats(parts: Parts, maker: MatrixMaker) -> PackedMatrix:
     if kind == "uint8":
         return matrix
     matrix = replace(matrix, block_rows=parts.block[0] if is_blocked else 1)
+    if maker.activations == FULL:
+        return matrix
     return maker.with_activations(matrix, _stored_format(parts), parts)
 
 
@@ -357,7 +362,9 @@ def _stored_format(parts: Parts) -> MatrixFormat | None:
 
 def _input_scale(parts: Parts) -> Tensor:
     """Return the scale of a matrix's inputs, float32 [1]."""
-    scale = parts["input_scale"].float().view(-1)
+    stored = parts.get(*INPUT_SCALES)
+    # The first name stands in the error.
+    scale = (parts[INPUT_SCALES[0]] if stored is None else stored).float().view(-1)
     parts.check(len(scale) == 1, f"{len(scale)} scales of inputs")
     parts.check(bool(scale.isfinite() & (scale > 0)), f"the scale of inputs is {scale.item():g}")
     return scale

@@ -118,14 +118,32 @@ def test_products_with_packed_weights_compile(name: str, globals: int) -> None:
     macros = cuda.macros(matrix)
     assert macros["GLOBAL"] == min(globals, 2)
     assert compiling.cubin(cuda.UNPACK, 90, macros).startswith(compiling.ELF)
-    for columns in (8, cuda.MOST_TOKENS):
-        settings = {"COLUMNS": columns, "WARPS": cuda.WARPS, "SPLITS": 4}
-        assert compiling.cubin(cuda.FEW, 90, macros | settings).startswith(compiling.ELF)
-    assert 4 * cuda.shared_bytes(matrix, cuda.WARPS) <= SHARED[90]
+    for splits in (1, 8):
+        code = compiling.cubin(cuda.FEW, 90, macros | {"WARPS": cuda.WARPS, "SPLITS": splits})
+        assert code.startswith(compiling.ELF)
+    assert 4 * cuda.shared_bytes(matrix) <= SHARED[90]
+
+
+def test_what_products_of_few_tokens_are_not_compiled_for() -> None:
+    from nibble.kernels.quantized_linear import cuda
+
+    macros = {"CODES": 2, "SCALES": 0, "GROUP": 128, "GLOBAL": 0, "WARPS": 4, "SPLITS": 1}
+    assert compiling.cubin(cuda.FEW, 90, macros)
+    for wrong, why in (({"SPLITS": 7}, "write as many outputs"), ({"GROUP": 32}, "summed for a chunk")):
+        with pytest.raises(BackendError, match=why):
+            compiling.cubin(cuda.FEW, 90, macros | wrong)
 
 
 @pytest.mark.parametrize(
-    ("shape", "splits"), [((28672, 4096), 1), ((6144, 4096), 4), ((4096, 14336), 4), ((4096, 512), 1)]
+    ("shape", "splits"),
+    [
+        ((28672, 4096), 1),
+        ((6144, 4096), 4),
+        ((4096, 14336), 4),
+        ((4096, 512), 1),
+        ((3584, 3584), 4),
+        ((2048, 1536), 2),
+    ],
 )
 def test_inputs_are_split_until_processors_are_busy(shape: tuple[int, int], splits: int) -> None:
     from nibble.kernels.quantized_linear.cuda import splits_of

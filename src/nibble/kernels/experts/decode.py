@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nibble.kernels.codecs.small_floats import HAS_PTX
+from nibble.kernels.codecs.small_floats import HAS_PTX, TWO_120
 
-TWO_120, TWO_126 = (tl.constexpr(2.0**n) for n in (120, 126))
 NVFP4_REST = tl.constexpr(9)
 """E2M1 values times E4M3 scales come times 2^-9: all of 2^126 beside the largest scale is beyond bfloat16."""
 _REGISTERS = "{ .reg .b32 a, b, z; "

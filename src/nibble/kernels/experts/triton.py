@@ -25,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.codecs.small_floats import TWO_120
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
-from nibble.kernels.experts.decode import NVFP4_REST, TWO_120, factors, unpack
+from nibble.kernels.experts.decode import NVFP4_REST, factors, unpack
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import parts_of, run_of
 
@@ -234,9 +235,9 @@ def few_kernel(
             tl.store(out_at, y_NM, mask=keep_NM & chose[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def many_kernel(
-    x, order, ends, codes, scale, global_scale, bias, out, rows, x_stride, bias_stride, EXPERTS: tl.constexpr,
+    x, order, ends, codes, scale, global_scale, bias, out, x_stride, bias_stride, EXPERTS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
@@ -413,7 +414,7 @@ def many_product(
     # Each expert's last tile has room.
     tiles, options = cdiv(rows, together) + min(count, rows), launch_options(gpu)
     many_kernel[(cdiv(outputs, tile.outputs), tiles)](
-        x, order_S, ends_E, experts.codes, experts.scale, experts.global_scale, bias_EN, out_SN, rows, x.stride(0),
+        x, order_S, ends_E, experts.codes, experts.scale, experts.global_scale, bias_EN, out_SN, x.stride(0),
         0 if bias_EN is None else bias_EN.stride(0), count, outputs, inputs, top_k, next_power_of_2(count), together,
         tile.outputs, tile.inputs, tile.stages, *_format_of(experts), bool(options), num_warps=tile.warps,
         **options,

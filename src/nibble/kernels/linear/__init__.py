@@ -77,7 +77,9 @@ def _trial_path(weight_NK: Tensor) -> Path:
     """
     n, k = weight_NK.shape
     # The kernel and this file decide, too.
-    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    folder = Path(__file__).parent
+    paths = (*sorted(folder.glob("*.py")), folder.with_name("dependent_launch.py"))
+    sources = [path.read_text(encoding="utf-8") for path in paths]
     versions = []
     for package in ("torch", "triton"):
         with suppress(metadata.PackageNotFoundError):  # Triton comes by other names too

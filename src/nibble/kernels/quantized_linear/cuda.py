@@ -21,13 +21,13 @@ from nibble.kernels.weight_formats import Activations
 
 FEW, UNPACK = (Path(__file__).with_name(name) for name in ("few.cu", "unpack.cu"))
 FEW_TOKENS = 8
-"""The most for which few.cu is faster; it computes 16, too."""
-MOST_TOKENS = 16
+"""The most that few.cu multiplies."""
 MANY_TOKENS = 4096
 """Tokens from which on dequantising takes a few hundredths of the time of a product."""
 CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2}
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
-GROUPS = (16, 32, 128)
+GROUPS = {"e4m3": (32, 128), "e2m1": (16, 32, 128), "uint4": (128,)}
+"""By codes; what is subtracted from integers is summed for a whole group."""
 MULTIPLE = 128
 """What outputs and inputs are multiples of."""
 WARPS, MOST_SPLITS = 4, 8
@@ -50,12 +50,16 @@ def serves(matrix: PackedMatrix) -> bool:
         and gpu_of(matrix.codes.device).arch == SM90
         and matrix.dtype == torch.bfloat16
         and matrix.activations is Activations.NONE
-        and format.codes in CODES
-        and format.group in GROUPS
+        and format.group in GROUPS.get(format.codes, ())
         and not format.has_zero
         and not any(size % MULTIPLE for size in matrix.shape)
-        and not import_problem("cuda.bindings")
+        and _has_driver()
     )
+
+
+@cache
+def _has_driver() -> bool:
+    return not import_problem("cuda.bindings")
 
 
 def is_few(matrix: PackedMatrix, tokens: int) -> bool:
@@ -71,9 +75,12 @@ def is_many(matrix: PackedMatrix, tokens: int) -> bool:
 def splits_of(outputs: int, inputs: int, processors: int) -> int:
     """Return among how many blocks of a cluster the inputs of an output are split."""
     splits = 1
-    while splits < MOST_SPLITS and splits * (outputs // MULTIPLE) < BUSY * processors:
+    while (
+        2 * splits <= min(MOST_SPLITS, inputs // (MULTIPLE * WARPS))
+        and splits * (outputs // MULTIPLE) < BUSY * processors
+    ):
         splits *= 2
-    return min(splits, max(inputs // (MULTIPLE * WARPS), 1))
+    return splits
 
 
 def macros(matrix: PackedMatrix) -> dict[str, int]:
@@ -88,11 +95,11 @@ def macros(matrix: PackedMatrix) -> dict[str, int]:
     }
 
 
-def shared_bytes(matrix: PackedMatrix, warps: int) -> int:
+def shared_bytes(matrix: PackedMatrix) -> int:
     """Return the dynamic shared memory of a block of few.cu."""
     chunk = STAGE_CODES * 8 // (MULTIPLE * matrix.format.bits)
     scales = max(chunk // matrix.format.group, 1) * MULTIPLE * (1 if matrix.format.scales else 2)
-    return warps * STAGES * (STAGE_CODES + scales)
+    return WARPS * STAGES * (STAGE_CODES + scales)
 
 
 @cache
@@ -102,16 +109,13 @@ def _kernel(source: Path, arch: int, device: int, shared: int, settings: tuple[t
     return Kernel(cubin(source, arch, dict(settings)), source.stem, shared)
 
 
-def few_linear(
-    x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None, warps: int = WARPS
-) -> Tensor:
-    """Compute x W^T -> [T, N], for at most MOST_TOKENS tokens and a matrix that serves() accepts.
+def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None) -> Tensor:
+    """Compute x W^T -> [T, N], for at most FEW_TOKENS tokens and a matrix that serves() accepts.
 
     Args:
         x_TK: bfloat16.
         matrix: In the layout of humming.py.
-        splits: Among how many blocks inputs are split, in place of the fastest.
-        warps: Of a block.
+        splits: Among how many blocks inputs are split, a power of two, in place of the fastest.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -122,11 +126,10 @@ def few_linear(
         x_TK = x_TK.clone(memory_format=torch.contiguous_format)
     out_TN = x_TK.new_empty(len(x_TK), outputs)
     splits = splits or splits_of(outputs, inputs, gpu.processors)
-    columns, shared = 8 if len(x_TK) <= 8 else MOST_TOKENS, shared_bytes(matrix, warps)
-    settings = macros(matrix) | {"COLUMNS": columns, "WARPS": warps, "SPLITS": splits}
+    shared, settings = shared_bytes(matrix), macros(matrix) | {"WARPS": WARPS, "SPLITS": splits}
     kernel = _kernel(FEW, gpu.arch, x_TK.device.index or 0, shared, tuple(settings.items()))
     sizes = len(x_TK), outputs, inputs, x_TK.stride(0)
-    _launch(kernel, outputs // MULTIPLE * splits, 32 * warps, shared, matrix, (x_TK, out_TN), sizes)
+    _launch(kernel, outputs // MULTIPLE * splits, 32 * WARPS, shared, matrix, (x_TK, out_TN), sizes)
     return out_TN
 
 

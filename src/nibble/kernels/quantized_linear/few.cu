@@ -2,7 +2,6 @@
 //
 // Compiled at run time, with these macros:
 //   CODES, SCALES, GROUP and GLOBAL, see packed.cuh
-//   COLUMNS      8 or 16: the most tokens
 //   WARPS        warps of a block
 //   SPLITS       blocks of a cluster, which share the inputs of 128 outputs: 1, 2, 4 or 8
 // Kernel: few(...), a grid of outputs / 128 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory
@@ -19,8 +18,10 @@
 
 constexpr int CHUNK = BITS == 4 ? 64 : 32, STEPS = CHUNK / 16;   // inputs that are loaded at a time, and their products
 constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;        // of which a chunk has values
-constexpr int TILES = COLUMNS / 8;
+constexpr int COLUMNS = 8, TILES = COLUMNS / 8;                  // tokens, at most
 constexpr int HALVES = 2, ROWS = 64 * HALVES;                    // outputs of a warp, which share values of x
+static_assert(ROWS % SPLITS == 0, "blocks of a cluster write as many outputs each");
+static_assert(CODES != 2 || GROUP >= CHUNK, "what is subtracted from integers is summed for a chunk");
 static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
 
 // Of shared memory, for each warp: stages of a chunk's codes and scales, later its sums.
@@ -77,7 +78,7 @@ DEVICE float load_of_block(const float* here, int block) {
   return x;
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * WARPS, COLUMNS == 8 ? 4 : 2)
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * WARPS, 4)
     few(const u8* codes, const u8* scales, const void* global_scale, const u16* x, u16* out, int tokens, int outputs,
         int inputs, int x_stride) {
   extern __shared__ __align__(128) u8 smem[];

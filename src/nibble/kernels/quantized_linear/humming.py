@@ -142,11 +142,12 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[KernelKey, list[int]]:
     devices = {key: matrix.codes.device for key, matrix in by_key.items()}
     configs = {key: layer_config(key, device) for key, device in devices.items()}
 
+    few = {key: cuda.FEW_TOKENS if cuda.serves(matrix) else 0 for key, matrix in by_key.items()}
+
     def compile(key: KernelKey) -> Tensor:
-        few = cuda.FEW_TOKENS if cuda.serves(by_key[key]) else 0
         kernels: Tensor = HummingKernel.prepare_kernels(
             configs[key].to_str(),
-            tuning_config=_schedules(key, configs[key], devices[key], few),
+            tuning_config=_schedules(key, configs[key], devices[key], few[key]),
             device=devices[key],
         )
         return kernels
@@ -158,7 +159,10 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[KernelKey, list[int]]:
     for key, table in kernels.items():
         use(table, configs[key].to_str(), devices[key])
     # Each kernel is for more than its first number of rows, and up to its second.
-    return {key: [first + 1 for first in table.view(-1, 4)[:, 0].tolist()] for key, table in kernels.items()}
+    return {
+        key: [max(first, few[key]) + 1 for first in table.view(-1, 4)[:, 0].tolist()]
+        for key, table in kernels.items()
+    }
 
 
 def use(kernels: Tensor, layout: str, device: torch.device) -> None:
