@@ -388,6 +388,20 @@ def test_the_oldest_prompt_goes_on_however_many_short_ones_come():
     assert old.is_finished and i < 400 // (64 // SLICES)
 
 
+def test_a_replay_has_the_urgency_of_those_who_wait_for_it(monkeypatch):
+    engine = Engine(token_budget=64, pages=900, max_running=8)
+    first, replay, waiting = (engine.add(prompt(length, i)) for i, length in enumerate((300, 500, 40)))
+    engine.step()
+    of_both = (replay.lease, waiting.lease)
+    monkeypatch.setattr(engine.manager, "replay_target", lambda lease: 7 if lease in of_both else None)
+    monkeypatch.setattr(type(replay.lease), "has_begun", property(lambda lease: lease is replay.lease))
+    prompts = [first, replay, waiting]
+    demand = {one: one.num_tokens - one.num_computed_tokens for one in prompts}
+    selected = engine.scheduler._select_prompts(prompts, demand, 64)
+    assert list(selected) == [first, replay], "who waits gets nothing of its own"
+    assert selected[replay] == (0, demand[waiting]) < selected[first]
+
+
 def test_prompts_get_on_beside_a_house_full_of_decodes():
     engine = Engine(token_budget=16, max_running=20, pages=400)
     for i in range(18):
