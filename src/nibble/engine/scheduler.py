@@ -313,8 +313,7 @@ class Scheduler:
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)
         selected = self._select_prompts(prompts, demand, room)
-        least = max(self.token_budget // SLICES, 1)
-        shares = divide([demand[request] for request in selected], [*selected.values()], room, least)
+        shares = divide([demand[request] for request in selected], [*selected.values()], room, self._slice)
         split.update((one, share) for one, share in zip(selected, shares, strict=True) if share)
         self._limit_logprob_rows(split)
         return split
@@ -329,6 +328,11 @@ class Scheduler:
                 split[request] = rows.start + room - request.num_computed_tokens
             room -= min(len(rows), room)
 
+    @property
+    def _slice(self) -> int:
+        """Tokens of a slice of the budget."""
+        return max(self.token_budget // SLICES, 1)
+
     def _select_prompts(
         self, prompts: Sequence[Request], demand: Mapping[Request, int], room: int
     ) -> dict[Request, tuple[int, int]]:
@@ -338,7 +342,6 @@ class Scheduler:
         for request in self.running:
             if request.in_flight:
                 pending.update(dict.fromkeys(self._work_keys(request), request))
-        part = max(self.token_budget // SLICES, 1)
         rest = sorted(prompts[1:], key=_urgency)
         replays = {self.manager.replay_target(one.lease): one for one in rest if one.lease.has_begun}
         for candidate in (prompts[0], *rest):
@@ -357,7 +360,7 @@ class Scheduler:
                 continue
             if self._can_wait(request, pending):
                 continue
-            room -= min(demand[request], part)
+            room -= min(demand[request], self._slice)
             if selected and room < 0:
                 break
             selected[request] = urgency

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import OnDevice, PackedMatrix
 from nibble.kernels.quantized_linear.naive import dequantize, pack_words
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved, parts_of, run_of
 
@@ -39,7 +39,7 @@ _SPREAD = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 
 
 
 @dataclass(frozen=True)
-class PackedExperts:
+class PackedExperts(OnDevice):
     """One matrix of each expert of a layer."""
 
     format: WeightFormat
@@ -57,16 +57,6 @@ class PackedExperts:
         """Experts, outputs and inputs."""
         experts, outputs, width = self.codes.shape
         return experts, outputs, width * parts_of(self.format)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that lies on the device, by name."""
-        return {name: x for name in TENSORS if (x := getattr(self, name)) is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def facts(self) -> tuple[Any, ...]:

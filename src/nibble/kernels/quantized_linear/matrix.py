@@ -33,8 +33,22 @@ class KernelKey(NamedTuple):
     """Whether scales are those of square blocks."""
 
 
+class OnDevice:
+    """What has TENSORS on a device, or some of them."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that lies on the device, by name."""
+        return {name: x for name in TENSORS if (x := getattr(self, name, None)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
 @dataclass(frozen=True)
-class PackedMatrix:
+class PackedMatrix(OnDevice):
     """A matrix that is kept packed."""
 
     format: WeightFormat
@@ -67,16 +81,6 @@ class PackedMatrix:
     def rows(self) -> int:
         """N."""
         return self.shape[0]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that lies on the device, by name."""
-        return {name: x for name in TENSORS if (x := getattr(self, name)) is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def key(self) -> KernelKey:
