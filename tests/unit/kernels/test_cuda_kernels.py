@@ -18,6 +18,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
 from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
+from nibble.kernels.experts import cuda as experts
+from nibble.kernels.weight_formats import EXPERT_FORMATS, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -104,7 +106,7 @@ def test_an_error_shows_what_nvrtc_said() -> None:
         compiling.cubin(SOURCE, 90, {**variant("nvfp4", 90).macros, "HEAD_DIM": "SIXTY_FOUR"})
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("globals", [0, 1, 128])
 def test_products_with_packed_weights_compile(name: str, globals: int) -> None:
     from packed_weights import KINDS
@@ -127,9 +129,9 @@ def test_products_with_packed_weights_compile(name: str, globals: int) -> None:
 def test_what_products_of_few_tokens_are_not_compiled_for() -> None:
     from nibble.kernels.quantized_linear import cuda
 
-    macros = {"CODES": 2, "SCALES": 0, "GROUP": 128, "GLOBAL": 0, "WARPS": 4, "SPLITS": 1}
+    macros = {"CODES": 1, "SCALES": 0, "GROUP": 128, "GLOBAL": 0, "WARPS": 4, "SPLITS": 1}
     assert compiling.cubin(cuda.FEW, 90, macros)
-    for wrong, why in (({"SPLITS": 7}, "write as many outputs"), ({"GROUP": 32}, "summed for a chunk")):
+    for wrong, why in (({"SPLITS": 7}, "write as many outputs"), ({"GROUP": 48}, "begin together")):
         with pytest.raises(BackendError, match=why):
             compiling.cubin(cuda.FEW, 90, macros | wrong)
 
@@ -139,7 +141,7 @@ def test_what_products_of_few_tokens_are_not_compiled_for() -> None:
     [
         ((28672, 4096), 1),
         ((6144, 4096), 4),
-        ((4096, 14336), 4),
+        ((4096, 14336), 8),
         ((4096, 512), 1),
         ((3584, 3584), 4),
         ((2048, 1536), 2),
@@ -149,3 +151,31 @@ def test_inputs_are_split_until_processors_are_busy(shape: tuple[int, int], spli
     from nibble.kernels.quantized_linear.cuda import splits_of
 
     assert splits_of(*shape, 132) == splits
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("format", [WeightFormat(codes, group, scales, has_global=scales == "e4m3")
+                                    for (codes, scales), groups in EXPERT_FORMATS.items() for group in groups],
+                         ids=str)  # fmt: skip
+def test_products_with_packed_experts_compile(format: WeightFormat, arch: int) -> None:
+    if not experts.scales_fit(format):
+        with pytest.raises(BackendError, match="has one scale"):
+            compiling.cubin(experts.SOURCE, arch, experts.macros(format, experts.Tile(32, 8, 1)))
+        return
+    for tokens, choices in ((1, 8), (64, 512)):
+        tile = experts.tile_of(format, (32, 5760), tokens, choices)
+        assert compiling.cubin(experts.SOURCE, arch, experts.macros(format, tile)).startswith(compiling.ELF)
+        shared = experts.shared_bytes(format, tile, choices, 32)
+        assert shared + experts.RESERVED <= SHARED[arch]
+        if arch == 90:
+            assert experts.resident_blocks(SHARED[90], shared, tile) >= 3, "processors would wait for memory"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts_", "columns"),
+    [(1, 8, 128, 8), (8, 64, 128, 8), (64, 512, 128, 8), (64, 256, 32, 16), (64, 64, 2, 16), (9, 9, 1, 16)],
+)
+def test_tokens_of_an_expert_that_are_multiplied_at_a_time(
+    tokens: int, choices: int, experts_: int, columns: int
+) -> None:
+    assert experts.columns_of(tokens, choices, experts_) == columns

@@ -1,9 +1,10 @@
 """experts: products of tokens with the matrices of the experts that they chose, for any number of tokens.
 
-A few tokens go to a kernel that reads each chosen expert once (triton.py); more are sorted by their experts, and
-multiplied by torch's grouped product, or, in other dtypes than bfloat16, by kernels/invariant. Rows come back in an
-order that up() chooses, so that nothing is moved between both products; nothing waits for the device. Matrices that are
-kept packed (matrices.py) have kernels of their own for both; without a GPU the definition multiplies.
+A few tokens go to a kernel that reads each chosen expert once (triton.py, or cuda.py for packed matrices); more are
+sorted by their experts, and multiplied by torch's grouped product, or, in other dtypes than bfloat16, by
+kernels/invariant. Rows come back in an order that up() chooses, so that nothing is moved between both products; nothing
+waits for the device. Matrices that are kept packed (matrices.py) have kernels of their own for both; without a GPU the
+definition multiplies.
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import invariant, triton_present
-from nibble.kernels.experts import naive
+from nibble.kernels.experts import cuda, naive
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import WeightFormat
 
@@ -116,6 +117,8 @@ def _few(
     x: Tensor, experts: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, places_S: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Multiply rows in the order of choices."""
+    if isinstance(weight, PackedExperts) and cuda.serves(x, experts, weight, bias):
+        return cuda.few_product(x, experts, weight, bias, places_S=places_S)
     if _has_kernels(x):
         from nibble.kernels.experts.triton import few_product
 

@@ -24,17 +24,17 @@ FEW_TOKENS = 8
 """The most that few.cu multiplies."""
 MANY_TOKENS = 4096
 """Tokens from which on dequantising takes a few hundredths of the time of a product."""
-CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2}
+CODES = {"e4m3": 0, "e2m1": 1}
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
-GROUPS = {"e4m3": (32, 128), "e2m1": (16, 32, 128), "uint4": (128,)}
-"""By codes; what is subtracted from integers is summed for a whole group."""
+GROUPS = {"e4m3": (32, 128), "e2m1": (16, 32, 128)}
+"""By codes. The library multiplies with integers as fast."""
 MULTIPLE = 128
 """What outputs and inputs are multiples of."""
 WARPS, MOST_SPLITS = 4, 8
 """Warps of a block of few.cu, and blocks of a cluster, which share inputs."""
-BUSY = 0.9
+BUSY = 1.4
 """Inputs are split until there are so many blocks for each processor."""
-STAGES, STAGE_CODES = 3, 4096
+STAGES, STAGE_CODES = 2, 4096
 """What a warp has in shared memory, and the bytes of codes of each."""
 SLICE = 16 << 20
 """Bytes of weights that are dequantised at a time, a third of the L2 cache."""
@@ -68,8 +68,8 @@ def is_few(matrix: PackedMatrix, tokens: int) -> bool:
 
 
 def is_many(matrix: PackedMatrix, tokens: int) -> bool:
-    """Return whether many_linear() is the fastest; integers are multiplied by the library as fast as by cuBLAS."""
-    return tokens >= MANY_TOKENS and matrix.format.codes != "uint4" and serves(matrix)
+    """Return whether many_linear() is the fastest."""
+    return tokens >= MANY_TOKENS and serves(matrix)
 
 
 def splits_of(outputs: int, inputs: int, processors: int) -> int:

@@ -18,14 +18,13 @@
 
 constexpr int CHUNK = BITS == 4 ? 64 : 32, STEPS = CHUNK / 16;   // inputs that are loaded at a time, and their products
 constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;        // of which a chunk has values
-constexpr int COLUMNS = 8, TILES = COLUMNS / 8;                  // tokens, at most
+constexpr int COLUMNS = 8;                                       // tokens, at most
 constexpr int HALVES = 2, ROWS = 64 * HALVES;                    // outputs of a warp, which share values of x
 static_assert(ROWS % SPLITS == 0, "blocks of a cluster write as many outputs each");
-static_assert(CODES != 2 || GROUP >= CHUNK, "what is subtracted from integers is summed for a chunk");
 static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
 
 // Of shared memory, for each warp: stages of a chunk's codes and scales, later its sums.
-constexpr int STAGES = 3;
+constexpr int STAGES = 2;
 constexpr int STEP_BYTES = HALVES * HALF_BYTES, CODE_BYTES = STEPS * STEP_BYTES;
 constexpr int GROUP_BYTES = HALVES * HALF_SCALES;
 constexpr int STAGE_BYTES = CODE_BYTES + GROUPS * GROUP_BYTES;
@@ -37,9 +36,7 @@ DEVICE void copy_16(u8* to, const u8* from) {
 }
 
 DEVICE u32 scaled_input(u32 x) {
-#if CODES != 2
   asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(x) : "r"(x), "r"(0x5D805D80), "r"(0x80008000));  // 2^60 x - 0
-#endif
   return x;
 }
 
@@ -96,20 +93,12 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
   }
   wait_for_inputs();
 
-  float acc[HALVES][4][TILES][4] = {};
-  u32 now[STEPS][TILES][2], next[STEPS][TILES][2];  // values of x
-  const u16* x_lane[TILES];
-#pragma unroll
-  for (int t = 0; t < TILES; t++) x_lane[t] = x + (u64)min(8 * t + g, tokens - 1) * x_stride + 2 * c;
+  float acc[HALVES][4][4] = {};
+  u32 now[STEPS][2], next[STEPS][2];  // values of x
+  const u16* const x_lane = x + (u64)min(g, tokens - 1) * x_stride + 2 * c;
   auto load_x = [&](int chunk) {
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        next[s][t][0] = *(const u32*)(x_lane[t] + chunk * CHUNK + s * 16);
-        next[s][t][1] = *(const u32*)(x_lane[t] + chunk * CHUNK + s * 16 + 8);
-      }
-    }
+    for (int i = 0; i < 2 * STEPS; i++) next[i / 2][i % 2] = *(const u32*)(x_lane + chunk * CHUNK + i * 8);
   };
   if (begin < end) load_x(begin);
 #pragma unroll 1
@@ -121,29 +110,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        now[s][t][0] = scaled_input(next[s][t][0]), now[s][t][1] = scaled_input(next[s][t][1]);
-      }
-    }
+    for (int i = 0; i < 2 * STEPS; i++) now[i / 2][i % 2] = scaled_input(next[i / 2][i % 2]);
     if (chunk + 1 < end) load_x(chunk + 1);
     const u8* const stage = stages + place * STAGE_BYTES;
-    float offset[TILES][4] = {};  // of integers, for all outputs
-    if (CODES == 2) {
-      constexpr u32 OFFSET = 0xC308C308;  // -136
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          mma_bf16(offset[t], OFFSET, OFFSET, OFFSET, OFFSET, now[s][t][0], now[s][t][1]);
-        }
-      }
-    }
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       const u8* const own = stage + half * HALF_BYTES + lane * (VECTORS * 16);
-      float sum[4][TILES][4] = {};  // of a group
+      float sum[4][4] = {};  // of a group
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         uint4 w[VECTORS];
@@ -153,10 +126,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
         for (int m = 0; m < 4; m++) {
           u32 pair[4];
           decode_codes_of(pair, w, m);
-#pragma unroll
-          for (int t = 0; t < TILES; t++) {
-            mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], now[s][t][0], now[s][t][1]);
-          }
+          mma_bf16(sum[m], pair[0], pair[2], pair[1], pair[3], now[s][0], now[s][1]);
         }
         if ((s + 1) * 16 % GROUP && s < STEPS - 1) continue;
         const u8* const of_group = stage + CODE_BYTES + s * 16 / GROUP * GROUP_BYTES + half * HALF_SCALES;
@@ -167,13 +137,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
         for (int m = 0; m < 4; m++) {
           const float low = decode_scale(scale, 2 * m), high = decode_scale(scale, 2 * m + 1);
 #pragma unroll
-          for (int t = 0; t < TILES; t++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              acc[half][m][t][e] += (e < 2 ? low : high) * (CODES == 2 ? sum[m][t][e] + offset[t][e] : sum[m][t][e]);
-              sum[m][t][e] = 0;
-            }
-          }
+          for (int e = 0; e < 4; e++) acc[half][m][e] += (e < 2 ? low : high) * sum[m][e], sum[m][e] = 0;
         }
       }
     }
@@ -186,12 +150,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
 #pragma unroll
   for (int m = 0; m < 4 * HALVES; m++) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int token = 8 * t + 2 * c + e % 2, row = 16 * m + g + 8 * (e / 2);
-        sums[(warp * COLUMNS + token) * SUM_FLOATS + row] = acc[m / 4][m % 4][t][e];
-      }
+    for (int e = 0; e < 4; e++) {
+      const int token = 2 * c + e % 2, row = 16 * m + g + 8 * (e / 2);
+      sums[(warp * COLUMNS + token) * SUM_FLOATS + row] = acc[m / 4][m % 4][e];
     }
   }
   __syncthreads();

@@ -1,7 +1,7 @@
 // Packed matrices in the layout of humming-kernels: what few.cu and unpack.cu read.
 //
 // Macros:
-//   CODES    0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8
+//   CODES    0: E4M3, 1: E2M1
 //   SCALES   of groups; 0: bfloat16, 1: E4M3, 2: E8M0
 //   GROUP    inputs of a group: 16, 32 or 128
 //   GLOBAL   0: there is none, 1: one float32, 2: a bfloat16 for each output
@@ -16,24 +16,21 @@ constexpr int VECTORS = BITS / 4;                 // of 16 bytes that a lane has
 constexpr int SCALE_WORDS = SCALES == 0 ? 4 : 2;  // of a lane's eight scales
 constexpr int HALF_BYTES = VECTORS * 512, HALF_SCALES = 32 * SCALE_WORDS;  // of 64 outputs
 
-// Codes become bfloat16 by masks and shifts, exactly: floats have exponent and mantissa at the low ends of bfloat16's,
-// so they are times 2^-120 or 2^-126; integers are the low bits of 128 + code. few.cu undoes the first by x, which is
-// times 2^60, and by its sums, and the second by a product of x and -136.
-constexpr float UNDO = CODES == 0 ? 0x1p60f : CODES == 1 ? 0x1p66f : 1;  // with x
-constexpr float UNDO_CODES = CODES == 0 ? 0x1p120f : CODES == 1 ? 0x1p126f : 1;
+// Codes become bfloat16 by masks and shifts, exactly: exponent and mantissa come to the low ends of bfloat16's, so that
+// values are times 2^-120 or 2^-126. few.cu undoes that by x, which is times 2^60, and by its sums.
+constexpr float UNDO = CODES == 0 ? 0x1p60f : 0x1p66f;  // with x
+constexpr float UNDO_CODES = CODES == 0 ? 0x1p120f : 0x1p126f;
 
 // Four pairs of neighbouring inputs: of output g two, 8 inputs apart, then of output g + 8.
 DEVICE void decode_codes(u32* pair, u32 first, u32 second) {
 #if CODES == 0
   const u32 shifted[4] = {first << 8, first, second << 8, second};
   for (int i = 0; i < 4; i++) pair[i] = (shifted[i] & 0x80008000) | ((shifted[i] & 0x7F007F00) >> 4);
-#elif CODES == 1
+#else
   for (int i = 0; i < 4; i++) {
     const u32 magnitude = i < 2 ? first << (6 - 4 * i) : first >> (4 * i - 6);
     pair[i] = (magnitude & 0x01C001C0) | ((first << (12 - 4 * i)) & 0x80008000);
   }
-#else
-  for (int i = 0; i < 4; i++) pair[i] = ((first >> (4 * i)) & 0x000F000F) | 0x43004300;
 #endif
 }
 

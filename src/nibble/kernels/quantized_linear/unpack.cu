@@ -16,8 +16,7 @@ constexpr int STRIDE = SIZE / 2 + 4;  // words of an output in shared memory, so
 
 DEVICE u32 scaled(u32 pair, float factor) {
   const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000);
-  const float shift = CODES == 2 ? 136 : 0;  // integers are 128 + code
-  return pack_bf16((low * UNDO_CODES - shift) * factor, (high * UNDO_CODES - shift) * factor);
+  return pack_bf16(low * UNDO_CODES * factor, high * UNDO_CODES * factor);
 }
 
 // first: of the outputs; outputs: of the whole matrix.

@@ -1,0 +1,325 @@
+// Products of a few tokens with the packed matrices of the experts that they chose (matrices.py), at the speed of memory.
+//
+// Compiled at run time, with these macros:
+//   CODES    0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8
+//   SCALES   of groups; 0: bfloat16, 1: E4M3 beside a float32 for each output, 2: E8M0
+//   GROUP    inputs of a group; 0: a row is one
+//   COLUMNS  tokens of an expert that are multiplied at a time: 8 or 16
+//   ROWS     outputs that a block multiplies at a time: 32 or 64
+//   WARPS    warps of a block
+//   STAGES   steps that are copied at a time
+// Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
+// multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
+// weights are read while it ends. From SM80 on.
+//
+// A block finds out who chose what, then takes one tile after another: ROWS outputs of an expert, and its tokens. Its
+// warps share the inputs. A product does not depend on the order of its inputs, if it is the same on both sides: so of
+// a row, a lane takes 16 bytes of codes after another, and the inputs that they are multiplied with, and nothing is
+// moved between lanes. It copies its codes through shared memory of its own, some steps ahead, beyond the end of a tile.
+// Scales that are of a lane's inputs alone multiply codes, exactly; scales of all that are multiplied at a time
+// multiply sums. Warps add up their sums in order.
+//
+// Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments. A lane has the OWN outputs from OWN * g on.
+
+#include "bits.cuh"
+
+constexpr int THREADS = 32 * WARPS, TILES = COLUMNS / 8, OWN = ROWS / 8;
+constexpr int BITS = CODES == 0 ? 8 : 4, PARTS = 16 / BITS;  // codes of a word
+constexpr int PIECE = 128 / BITS;                            // inputs of 16 bytes of codes
+constexpr int RUN = GROUP == 16 ? 4 : 8;                     // inputs that follow one another in words
+constexpr bool OF_CODES = SCALES != 0;                       // scales multiply codes
+constexpr bool OF_STEP = !OF_CODES && GROUP != 0;            // scales multiply the sums of a step
+constexpr int GROUPS = OF_CODES && GROUP < PIECE ? PIECE / GROUP : 1;     // of a lane's inputs
+constexpr int SCALE_BYTES = OWN * (OF_CODES ? 1 : 2);                     // of a lane's outputs, for a group
+static_assert(!OF_STEP || GROUP % (4 * PIECE) == 0, "what is multiplied at a time has one scale");
+
+// E4M3 comes times 2^-120, which factors undo; where there are none, x is times 2^60, and sums.
+// Of E2M1 and E4M3 scales, factors leave 2^9 to the sums: with all of it the largest would be beyond bfloat16.
+constexpr bool SCALES_X = CODES == 0 && !OF_CODES;
+constexpr float UNDO = SCALES_X ? 0x1p60f : SCALES == 1 ? 0x1p9f : 1;
+
+// Of a lane, in shared memory, for each step: codes of its outputs, and scales.
+constexpr int VECTORS = OWN + (GROUPS * SCALE_BYTES + 15) / 16, STAGE_BYTES = VECTORS * 512;
+constexpr int VECTORS_OF_X = PIECE / 8;
+constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
+
+template <int BYTES>
+DEVICE void copy_async(u8* to, const u8* from, bool is_there) {
+  if (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;"
+                 :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(is_there ? BYTES : 0) : "memory");
+  }
+}
+
+DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+DEVICE u32 multiply(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000); }  // + -0
+
+// The codes of two words, times a factor: for each code of a word a pair of neighbouring inputs.
+DEVICE void unpack(u32* pair, u32 words, u32 factor) {
+#if CODES == 0
+  pair[0] = ((words << 8) & 0x80008000) | ((words << 4) & 0x07F007F0);
+  pair[1] = (words & 0x80008000) | ((words >> 4) & 0x07F007F0);
+#elif CODES == 1
+  pair[0] = words & 0x81C081C0;
+  pair[1] = (words << 3) & 0x81C081C0;
+  pair[2] = (words << 6) & 0x81C081C0;
+  pair[3] = ((words << 1) & 0x80008000) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040);
+#else
+  for (int i = 0; i < 4; i++) {  // 128 + code, of which 136 is taken away
+    pair[i] = fma_bf16x2(((words >> (4 * i)) & 0x000F000F) | 0x43004300, 0x3F803F80, 0xC308C308);
+  }
+#endif
+  if (OF_CODES) {
+    for (int i = 0; i < PARTS; i++) pair[i] = multiply(pair[i], factor);
+  }
+}
+
+// The factor of codes, twice, of byte i of a word of scales.
+DEVICE u32 factor_of(u32 scales, int i) {
+  const u32 byte = (scales >> (8 * i)) & 0xFF;
+#if SCALES == 2
+  return (byte + (CODES == 1 ? 126 : 120)) * 0x00800080u;
+#else
+  const float value = __uint_as_float((byte & 0x7F) << 20 | (byte & 0x80) << 24) * 0x1p120f * 0x1p117f;
+  return __byte_perm(__float_as_uint(value), 0, 0x3232);
+#endif
+}
+
+// The input that pair `part` of register r of a piece begins with.
+DEVICE constexpr int input_of(int part, int r) { return 2 * r / RUN * (RUN * PARTS) + part * RUN + 2 * r % RUN; }
+
+DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+
+// Some choices of an expert.
+struct Share {
+  int expert, first, count;  // of the list of choices
+};
+
+// Fill in shares and the list of choices, by expert; returns the number of shares. All blocks come to the same.
+// numbers: room for one of each choice, and one of each expert.
+DEVICE int share_out(const long long* chosen, int choices, int experts, Share* shares, int* list, int* numbers) {
+  __shared__ int total;
+  int* const counts = numbers + choices;
+  for (int e = threadIdx.x; e < experts; e += THREADS) counts[e] = 0;
+  __syncthreads();
+  for (int s = threadIdx.x; s < choices; s += THREADS) {
+    numbers[s] = (int)min(chosen[s], (long long)experts);
+    if (numbers[s] < experts) atomicAdd(&counts[numbers[s]], 1);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int first = 0, share = 0;
+    for (int e = lane; e < (experts + 31) / 32 * 32; e += 32) {
+      const int count = e < experts ? counts[e] : 0, own = (count + COLUMNS - 1) / COLUMNS;
+      int both = own << 16 | count;  // summed up over lanes
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int before = __shfl_up_sync(ALL_LANES, both, d);
+        if (lane >= d) both += before;
+      }
+      const int my_first = first + (both & 0xFFFF) - count, my_share = share + (both >> 16) - own;
+      if (e < experts) counts[e] = my_first;
+      for (int i = 0; i < own; i++) {
+        shares[my_share + i] = {e, my_first + i * COLUMNS, min(count - i * COLUMNS, COLUMNS)};
+      }
+      const int all = __shfl_sync(ALL_LANES, both, 31);
+      first += all & 0xFFFF, share += all >> 16;
+    }
+    if (lane == 0) total = share;
+    __syncwarp();
+    for (int s = lane; s < (choices + 31) / 32 * 32; s += 32) {
+      const int e = s < choices ? numbers[s] : experts;
+      const u32 same = __match_any_sync(ALL_LANES, e);
+      const int before = __popc(same & ((1u << lane) - 1)), from = e < experts ? counts[e] : 0;
+      if (e < experts) list[from + before] = s;
+      __syncwarp();
+      if (e < experts && before == 0) counts[e] = from + __popc(same);
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+  return total;
+}
+
+// The same for a single token.
+DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
+  for (int s = threadIdx.x; s < choices; s += THREADS) {
+    shares[s] = {(int)min(chosen[s], (long long)(experts - 1)), s, chosen[s] < experts}, list[s] = s;
+  }
+  __syncthreads();
+  return choices;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 2 ? 12 / WARPS : 8 / WARPS)
+    few(const u16* x, const long long* chosen, const u8* codes, const u8* scales, const float* global_scale,
+        const u16* bias, u16* out, long long* places, int choices, int top_k, int experts, int outputs, int inputs,
+        int x_stride, int bias_stride, int is_each, int is_early) {
+  extern __shared__ __align__(128) u8 smem[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
+  Share* const shares = (Share*)(sums + WARPS * COLUMNS * SUM_FLOATS);
+  int* const list = (int*)(shares + choices);
+  if (!is_early) wait_for_inputs();
+  if (places && blockIdx.x == 0) {
+    for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
+  }
+  const int share_count = choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
+                                           : share_out(chosen, choices, experts, shares, list, list + choices);
+  const int tiles = outputs / ROWS, stop = share_count * tiles, pieces = inputs / PIECE;
+  const int steps = (pieces + 3) / 4, begin = steps * warp / WARPS, end = steps * (warp + 1) / WARPS;
+  const u64 width = (u64)pieces * 16;
+  u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
+
+  // Where a warp is: a step of a tile.
+  struct Cursor {
+    int tile, step;
+    const u8 *codes, *scales;  // of the lane's first output
+  };
+  auto enter = [&](Cursor& at) {
+    if (at.tile >= stop) return;
+    const u64 row = (u64)shares[at.tile / tiles].expert * outputs;
+    const int first = at.tile % tiles * ROWS + OWN * g;
+    at.codes = codes + (row + first) * width;
+    at.scales = scales + (row * (GROUP ? inputs / (GROUP ? GROUP : 1) : 1) + first) * (SCALE_BYTES / OWN);
+  };
+  auto advance = [&](Cursor& at) {
+    if (++at.step < end) return;
+    at.step = begin, at.tile += gridDim.x;
+    enter(at);
+  };
+  auto copy = [&](const Cursor& at, u8* stage) {
+    const int piece = at.step * 4 + c;
+    const bool is_there = piece < pieces;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) copy_async<16>(stage + i * 512, at.codes + i * width + piece * 16, is_there);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      const u64 group = GROUP ? piece * PIECE / (GROUP ? GROUP : 1) + i : 0;
+      const u8* from = at.scales + group * outputs * (SCALE_BYTES / OWN);
+      copy_async<SCALE_BYTES>(stage + OWN * 512 + i * SCALE_BYTES, from, is_there);
+    }
+  };
+  const bool works = begin < end;
+  Cursor ahead{(int)blockIdx.x, begin};
+  enter(ahead);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (works && ahead.tile < stop) copy(ahead, stages + i * STAGE_BYTES), advance(ahead);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  if (is_early) wait_for_inputs();
+
+  int place = 0;
+  for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
+    const Share share = shares[tile / tiles];
+    const u16* x_lane[TILES];
+    bool is_live[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      is_live[t] = 8 * t + g < share.count;
+      const int choice = list[share.first + (is_live[t] ? 8 * t + g : 0)];
+      x_lane[t] = x + (u64)(is_each ? choice : choice / top_k) * x_stride + c * PIECE;
+    }
+    uint4 next[TILES][VECTORS_OF_X];
+    auto load_x = [&](int step) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < VECTORS_OF_X; i++) {
+          next[t][i] = make_uint4(0, 0, 0, 0);
+          if (is_live[t] && step * 4 + c < pieces) next[t][i] = *(const uint4*)(x_lane[t] + step * (4 * PIECE) + i * 8);
+        }
+      }
+    };
+    if (works) load_x(begin);
+    float acc[OWN / 2][TILES][4] = {};
+#pragma unroll 1
+    for (int step = begin; step < end; step++, place = place + 1 == STAGES ? 0 : place + 1) {
+      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+      if (ahead.tile < stop) {
+        copy(ahead, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      u32 x_now[TILES][PIECE / 2];
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < PIECE / 2; i++) {
+          const u32 pair = word_of(next[t][i / 4], i % 4);
+          x_now[t][i] = SCALES_X ? multiply(pair, 0x5D805D80) : pair;
+        }
+      }
+      if (step + 1 < end) load_x(step + 1);
+      const u8* const stage = stages + place * STAGE_BYTES;
+      u32 scale[4];
+      *(uint4*)scale = *(const uint4*)(stage + OWN * 512);
+#pragma unroll
+      for (int m = 0; m < OWN / 2; m++) {
+        const uint4 low = *(const uint4*)(stage + 2 * m * 512), high = *(const uint4*)(stage + (2 * m + 1) * 512);
+        float sum[TILES][4] = {};
+        u32 low_factor = 0, high_factor = 0;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+          if (OF_CODES && r % (4 / GROUPS) == 0) {
+            const int byte = r * GROUPS / 4 * SCALE_BYTES + 2 * m;
+            low_factor = factor_of(scale[byte / 4], byte % 4), high_factor = factor_of(scale[byte / 4], byte % 4 + 1);
+          }
+          u32 a[PARTS], b[PARTS];
+          unpack(a, word_of(low, r), low_factor), unpack(b, word_of(high, r), high_factor);
+#pragma unroll
+          for (int part = 0; part < PARTS; part += 2) {
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+              mma_bf16(OF_STEP ? sum[t] : acc[m][t], a[part], b[part], a[part + 1], b[part + 1],
+                       x_now[t][input_of(part, r) / 2], x_now[t][input_of(part + 1, r) / 2]);
+            }
+          }
+        }
+        if (OF_STEP) {
+          const float low_scale = __uint_as_float(scale[m] << 16), high_scale = __uint_as_float(scale[m] & 0xFFFF0000);
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[m][t][e] += sum[t][e] * (e < 2 ? low_scale : high_scale);
+          }
+        }
+      }
+    }
+
+    // --- add up
+    __syncthreads();  // the sums before have been read
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float* const to = sums + (warp * COLUMNS + 8 * t + 2 * c + e) * SUM_FLOATS + OWN * g;
+#pragma unroll
+        for (int m = 0; m < OWN / 2; m += 2) {
+          *(float4*)(to + 2 * m) = make_float4(acc[m][t][e], acc[m][t][e + 2], acc[m + 1][t][e], acc[m + 1][t][e + 2]);
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < share.count * ROWS; i += THREADS) {
+      const int token = i / ROWS, output = tile % tiles * ROWS + i % ROWS;
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + i % ROWS];
+      const u64 row = (u64)share.expert * outputs + output;
+      if (!OF_CODES && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
+      sum *= UNDO;
+      if (SCALES == 1) sum *= global_scale[row];
+      if (bias) sum += from_bf16(bias[(u64)share.expert * bias_stride + output]);
+      out[(u64)list[share.first + token] * outputs + output] = u16(pack_bf16(sum, 0));
+    }
+  }
+}
