@@ -4,8 +4,8 @@ Floats are compared as whole numbers in the same order, so that NaN has a place 
 its numbers in one instruction. A short row is a warp's: the largest is taken out k times. A long row is cut into parts,
 each the largest of a program; a second launch takes the largest of these.
 
-Shape suffixes: E values of a short row, padded; K largest of these, padded; B values of a part; P parts, padded; S rows,
-V values of a long row.
+Shape suffixes: E values of a short row, padded; K largest of these, padded; S rows, V values of a long row; B values of
+a part, P parts, padded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ordered(x):
     """Return int32 in the order of float32 values: both zeros are equal, NaN is the largest."""
     bits = x.to(tl.int32, bitcast=True)
     number = tl.where(x == 0, 0, bits ^ ((bits >> 31) & LARGEST))
-    return tl.where(x != x, LARGEST, number)
+    return tl.where(x != x, LARGEST, number)  # noqa: PLR0124 (NaN)
 
 
 @triton.jit
