@@ -73,7 +73,7 @@ def test_compiled_models_choose_experts_by_it(family: str, monkeypatch: pytest.M
     compute = fast.topk
     monkeypatch.setattr(fast, "topk", lambda x, k: calls.append(len(x)) or compute(x, k))
     torch._dynamo.reset()
-    options = {**forward._early_launches(), **graph_passes.options()}
+    options = {**forward._early_launches(), **graph_passes.options(model)}
     run = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, options=options)  # fmt: skip
     with torch.inference_mode():
         for tokens in (9, 30):

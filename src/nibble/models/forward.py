@@ -74,7 +74,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     combine = backend == "inductor" and next(model.parameters()).is_cuda
     options: dict[str, Any] = {}
     if combine:
-        options = {"combo_kernels": True, **_early_launches(), **graph_passes.options()}
+        options = {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
     # Both are set by the first call; code of other backends cannot be kept.
