@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, make
+from nibble.kernels import MMA_ROWS, linear
 from nibble.kernels import topk as op
+from nibble.kernels.linear import triton as narrow
 from nibble.kernels.topk import naive
 from nibble.kernels.topk import triton as fast
 from nibble.models import forward, graph_passes
@@ -84,3 +86,46 @@ def test_compiled_models_choose_experts_by_it(family: str, monkeypatch: pytest.M
             found = run(ids)
             assert set(calls) == {tokens}
             assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+ROUTERS = {
+    "qwen3_moe": {"hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    "gpt_oss": {"hidden_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_compiled_routers_multiply_and_choose_by_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router alone, so that its choice can be held against its own logits."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].config(family)
+    small = make(family, config)
+    config.update(ROUTERS[family])
+    kind = next(type(m) for name, m in small.named_modules() if name.endswith((".gate", ".router")))
+    router = kind(config).cuda().bfloat16().requires_grad_(False)
+    for weight in router.parameters():
+        weight.normal_(std=0.05)
+    calls = []
+    for owner, name in ((fast, "topk"), (narrow, "narrow_linear")):
+        compute = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, f=compute, n=name: calls.append(n) or f(*args))
+    monkeypatch.setattr(linear, "_wins", lambda weight: True)
+    torch._dynamo.reset()
+    options = {**forward._early_launches(), **graph_passes.options(router)}
+    run = torch.compile(router, fullgraph=True, options=options)
+    with torch.inference_mode():
+        for tokens in (40, 3, 16):
+            x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
+            torch._dynamo.mark_dynamic(x, 0)
+            calls.clear()
+            logits, scores, indices = run(x)
+            assert calls == ([] if tokens > MMA_ROWS else ["narrow_linear"]) + ["topk"]
+            expected = router(x)
+            assert (logits.float() - expected[0].float()).norm() <= 0.01 * expected[0].float().norm()
+            chosen = logits.gather(1, indices).float()
+            assert torch.equal(chosen, naive.topk(logits.float(), indices.shape[1])[0])
+            probabilities = (
+                logits.float().softmax(-1).gather(1, indices) if family == "qwen3_moe" else chosen.softmax(-1)
+            )
+            probabilities /= probabilities.sum(-1, keepdim=True)
+            assert torch.allclose(scores.float(), probabilities, rtol=0.02, atol=1e-3)
