@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Logprob, Request
+from nibble.kernels import topk
 from nibble.kernels.transfer import to_device
 
 INVALID_TOKEN = -1
@@ -215,8 +216,8 @@ class Sampler:
             self._params = _BatchParams(requests, seeds, logits_SV.device)
         params = self._params
         adjusted_SV = self._adjust(logits_SV, params, num_output_tokens)
-        # One pass gives the greedy tokens and finds NaN, which max() passes on.
-        peaks_S, tokens_S = adjusted_SV.max(-1)
+        # One pass gives the greedy tokens and finds NaN, which is the largest value.
+        peaks_S, tokens_S = topk.row_max(adjusted_SV)
         for rows in params.random:
             counts = [num_output_tokens[i] for i in rows.index]
             drawn_R = _draw(adjusted_SV[rows.index_R], rows, counts, fixed=self.fixed_shapes)

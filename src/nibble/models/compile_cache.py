@@ -33,7 +33,12 @@ from nibble.hardware import cache_folder
 FOLDER = "compiled"
 CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 PACKAGES = ("torch", "transformers", "triton")
-COMPILING = ("models/*.py", "attention/operators.py", "kernels/linear/__init__.py")
+COMPILING = (
+    "models/*.py",
+    "attention/operators.py",
+    "kernels/linear/__init__.py",
+    "kernels/topk/__init__.py",
+)
 """Files of Nibble that decide what is compiled, beyond what torch traces."""
 UNSAVED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 """Guards on the identity of objects, which no other process has."""

@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
 from nibble.errors import ConfigError
-from nibble.models import compile_cache
+from nibble.models import compile_cache, graph_passes
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 from nibble.models.invariant import InvariantMode
@@ -72,7 +72,9 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     combine = backend == "inductor" and next(model.parameters()).is_cuda
-    options: dict[str, Any] = {"combo_kernels": True, **_early_launches()} if combine else {}
+    options: dict[str, Any] = {}
+    if combine:
+        options = {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
     # Both are set by the first call; code of other backends cannot be kept.

@@ -8,7 +8,8 @@ as many rows as they get, use the same products. Without oneDNN, and where weigh
 On a GPU layers that read the same input become one product (queries, keys and values; gate and up). Which layers do is
 observed: the model runs once without weights, and records which linear layers get the same tensor. One wide product
 reads its weights faster than several narrow ones, and a decode step is hardly more than reading weights. Modules keep
-their places and names; the first that is called computes for all. Other large layers use the same kernel for few rows.
+their places and names; the first that is called computes for all. Other layers use the same kernel for few rows where
+it is faster; where a module calls F.linear itself, as routers do, a compiler replaces that (graph_passes.py).
 
 Shape suffixes: T tokens, K experts of a token, N rows of one expert, H hidden size.
 """

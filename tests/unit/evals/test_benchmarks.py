@@ -294,6 +294,20 @@ def test_tiles_of_products_are_measured(
         linear.main()
 
 
+def test_routers_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import router
+
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--rows", "3,17"])
+    router.main()
+    out = capsys.readouterr().out
+    assert "| tiny | 3 | product |" in out and "| tiny | 17 | product |" not in out
+    assert all(f"| tiny | {rows} | topk float32 |" in out for rows in (3, 17))
+    assert "| sampler | 17 | largest of 5000 float32 |" in out
+    monkeypatch.setattr(router.fast, "topk", lambda x, k: (x[:, :k], None))
+    with pytest.raises(SystemExit, match="topk float32 of 3 rows is wrong"):
+        router.main()
+
+
 def test_products_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import quantized_linear
     from packed_weights import KINDS

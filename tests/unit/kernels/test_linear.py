@@ -33,6 +33,18 @@ def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
     assert (found[0].double() - expected).norm() <= 1e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (32, 2880), (128, 2048), (5, 33)])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_twin_multiplies_with_narrow_weights(rows: int, n: int, k: int, bias: bool) -> None:
+    x, weight, b = tensors(rows, n, k, bias)
+    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    for inputs in (x[None], torch.zeros(1, rows, k + 8, device=DEVICE, dtype=x.dtype)[..., 8:].copy_(x)):
+        found = twin.narrow_linear(inputs, weight, b)
+        assert found.shape == (1, rows, n) and found.dtype == x.dtype
+        assert (found[0].double() - expected).norm() <= 1e-3 * expected.norm()
+
+
 def test_rows_may_lie_apart() -> None:
     x, weight, _ = tensors(5, 128, 256, False)
     apart = torch.randn(5, 700, device=DEVICE, dtype=x.dtype)[:, 100:356].copy_(x)
@@ -42,12 +54,16 @@ def test_rows_may_lie_apart() -> None:
 
 def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(twin, "linear", lambda *args: calls.append(args) or args[0] @ args[1].T)
-    weight = torch.randn(8, 4)
-    for rows, twins in ((1, 1), (op.MMA_ROWS, 2), (op.MMA_ROWS + 1, 2)):
-        x = torch.randn(1, rows, 4)
-        assert torch.allclose(op.linear(x, weight), F.linear(x, weight))
-        assert len(calls) == twins
+    for name in ("linear", "narrow_linear"):
+        multiply = lambda x, w, b, name=name: calls.append(name) or x @ w.T  # noqa: E731
+        monkeypatch.setattr(twin, name, multiply)
+    for outputs, kernel in ((op.NARROW, "narrow_linear"), (op.NARROW + 1, "linear")):
+        weight = torch.randn(outputs, 4)
+        calls.clear()
+        for rows, twins in ((1, 1), (op.MMA_ROWS, 2), (op.MMA_ROWS + 1, 2)):
+            x = torch.randn(1, rows, 4)
+            assert torch.allclose(op.linear(x, weight), F.linear(x, weight), atol=1e-5)
+            assert calls == [kernel] * twins
 
 
 @pytest.fixture
@@ -63,7 +79,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [(0.0, 1.0, True), (0.001, 1.0, True), (0.1, 1.0, False), (float("nan"), 1.0, False), (0.0, 3.0, False)],
 )
 def test_a_trial_decides(error: float, ms: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "linear", lambda x, w, b: F.linear(x, w, b) * (1 + error))
+    monkeypatch.setattr(twin, "narrow_linear", lambda x, w, b: F.linear(x, w, b) * (1 + error))
     monkeypatch.setattr(op, "_ms", lambda multiply, x, w: 2.0 if multiply is F.linear else ms)
     assert op._wins(torch.randn(8, 4)) is expected
 
@@ -71,7 +87,7 @@ def test_a_trial_decides(error: float, ms: float, expected: bool, monkeypatch: p
 @pytest.mark.parametrize("first", [True, False])
 def test_the_next_start_decides_alike(first: bool, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its trial would end otherwise, unless what is kept of the first is broken."""
-    monkeypatch.setattr(twin, "linear", F.linear)
+    monkeypatch.setattr(twin, "narrow_linear", F.linear)
     for wins, expected in ((first, first), (not first, first)):
         monkeypatch.setattr(op, "_is_faster", {})
         monkeypatch.setattr(
@@ -86,7 +102,7 @@ def test_the_next_start_decides_alike(first: bool, cache: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("cache")
 def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "linear", lambda *_: 1 / 0)
+    monkeypatch.setattr(twin, "narrow_linear", lambda *_: 1 / 0)
     monkeypatch.setattr(op, "_is_faster", {})
     assert not op._wins(torch.randn(8, 4))
 

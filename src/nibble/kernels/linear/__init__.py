@@ -1,9 +1,9 @@
 """linear: y = x W^T + b where few rows meet a large weight; and rotate: the rotation of queries that meet rotated keys.
 
 A decode step does hardly anything but read such a weight. Libraries split such products along K and add the parts up in
-a second kernel; linear/triton.py reads the weight once. Which is faster depends on shape and GPU, so a trial at load
-decides for each shape. The torch references are F.linear and, for the rotation that `rot` applied to stored keys,
-formats/transforms.py.
+a second kernel; linear/triton.py reads the weight once. So it does with weights of a few outputs, as routers of experts
+have. Which is faster depends on shape and GPU, so a trial at load decides for each shape. The torch references are
+F.linear and, for the rotation that `rot` applied to stored keys, formats/transforms.py.
 
 Shape suffixes: N values of the output, K of the input; T tokens, H heads, D values of a head.
 """
@@ -27,7 +27,9 @@ from nibble.hardware import cache_folder
 from nibble.kernels import MMA_ROWS, triton_present
 
 MIN_BYTES = 1 << 23
-"""Bytes of a weight from which on it pays."""
+"""Bytes of a weight from which on it pays, unless it is narrow."""
+NARROW = 256
+"""Outputs up to which a weight has a kernel of its own: routers of experts, gates."""
 MAX_ERROR = 0.01
 """How far Triton may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
 TRIALS = 5
@@ -49,9 +51,8 @@ def serves(weight_NK: Tensor) -> bool:
         weight_NK.is_cuda
         and weight_NK.dtype in {torch.bfloat16, torch.float16}
         and weight_NK.is_contiguous()
-        and weight_NK.nbytes >= MIN_BYTES
-        # Whole tiles only: the kernel has no masks along the weight.
-        and n % 64 == k % 256 == 0
+        # Whole tiles only: the kernel of large weights has no masks along them.
+        and (n <= NARROW or (weight_NK.nbytes >= MIN_BYTES and n % 64 == k % 256 == 0))
         and triton_present()
         and _wins(weight_NK)
     )
@@ -154,7 +155,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from nibble.kernels.linear import triton as implementation
 
-    return implementation.linear(x, weight, bias)
+    multiply = implementation.narrow_linear if len(weight) <= NARROW else implementation.linear
+    return multiply(x, weight, bias)
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

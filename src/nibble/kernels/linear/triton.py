@@ -1,7 +1,9 @@
 """linear() for few rows and rotate() in Triton, and the tile function that a fused append rotates keys with.
 
 linear: a program reads some rows of the weight once, from end to end, many loads ahead. There are as many programs as
-keep every multiprocessor loading; none is split along K, which would take a second pass.
+keep every multiprocessor loading; none is split along K, which would take a second pass. Of a narrow weight, as routers
+of experts have, a program reads a single row, and multiplies without tensor cores: a chain of their products along K
+would take longer than loading.
 
 rotate: a Hadamard matrix of 2^n rows is applied in n steps of sums and differences, in float32, between registers of a
 warp.
@@ -109,6 +111,60 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
 
 def _power_of_2_within(n: int) -> int:
     return 1 << n.bit_length() - 1
+
+
+NARROW_ROWS, NARROW_WARPS = 8, 4
+"""Rows of x of a program at most, whose sums fit into registers, and its warps."""
+NARROW_INPUTS = 1024
+"""Of a step: 8 of each thread."""
+UNROLL = tl.constexpr(2)
+"""Steps that are loaded together."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def narrow_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr,
+                  LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Multiply M rows with one row of the weight. Grid: outputs, rows / M.
+
+    LINES: a row's, which are brought to the cache while the kernel in front still runs.
+    """
+    n, m, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, BK)
+    weight_at, live_M1 = weight + n * K, (m < rows)[:, None]
+    if PDL:
+        prefetch(weight_at + tl.minimum(tl.arange(0, LINES), (K - 1) // LINE_VALUES) * LINE_VALUES)
+    wait_for_inputs(PDL)
+    x_at = x + m[:, None] * x_stride + k[None, :]
+    sum_MK = tl.zeros((M, BK), tl.float32)
+    for start in tl.range(0, K, BK, loop_unroll_factor=UNROLL):
+        keep_K = start + k < K
+        weight_K = tl.load(weight_at + start + k, mask=keep_K, other=0.0).to(tl.float32)
+        x_MK = tl.load(x_at + start, mask=live_M1 & keep_K[None, :], other=0.0).to(tl.float32)
+        sum_MK += x_MK * weight_K[None, :]
+    sum_M = tl.sum(sum_MK, 1)
+    if bias is not None:
+        sum_M += tl.load(bias + n).to(tl.float32)
+    tl.store(out + m * outputs + n, sum_M.to(out.dtype.element_ty), mask=m < rows)
+
+
+def narrow_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Compute x W^T + b for few outputs -> [..., N] in the dtype of x.
+
+    Args:
+        x: [..., K], of few rows.
+        weight_NK: Contiguous.
+        bias_N: Added to each row, if there is one.
+    """
+    n, k = weight_NK.shape
+    x_MK = x.reshape(-1, k)
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    options = launch_options(gpu_of(x.device))
+    rows, lines = min(next_power_of_2(len(x_MK)), NARROW_ROWS), next_power_of_2(cdiv(k * x.itemsize, LINE))
+    narrow_kernel[(n, cdiv(len(x_MK), rows))](
+        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, rows, NARROW_INPUTS, lines, bool(options),
+        num_warps=NARROW_WARPS, **options,
+    )  # fmt: skip
+    return out
 
 
 ROTATE_VALUES = 1024

@@ -1,0 +1,80 @@
+"""topk: the largest values of short rows, and the largest one of long rows, with their places.
+
+A router of experts chooses among a few hundred values, where torch.topk takes two launches that were made for long
+rows; a sampler takes one token of a whole vocabulary, where torch.max reads a row with few programs.
+
+Shape suffixes: R rows, E values of a short row, K largest of these; S rows of logits, V values of a long row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.kernels import triton_present
+from nibble.kernels.topk import naive
+
+MAX_VALUES, MAX_K = 1024, 32
+"""The longest row that topk() serves, and the most of its values."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def serves(dtype: torch.dtype, values: int, k: int) -> bool:
+    """Return whether topk() serves rows of so many values."""
+    return dtype in DTYPES and 0 < k <= values <= MAX_VALUES and k <= MAX_K
+
+
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest values along the last dimension, descending, and their places.
+
+    As torch.topk: NaN is larger than all others. Of equal values the first comes first.
+
+    Args:
+        x: [..., E], with a dtype and sizes that serves() accepts.
+        k: How many.
+
+    Returns:
+        Values [..., K] in the dtype of x, and int64 [..., K].
+    """
+    values, indices = torch.ops.nibble.topk(x, k)
+    return values, indices
+
+
+def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest value of each row, and its place, the first of several: x.max(-1), with NaN as the largest.
+
+    Args:
+        x_SV: Rows.
+
+    Returns:
+        [S] in the dtype of x, and int64 [S].
+    """
+    if _has_kernels(x_SV) and x_SV.dtype in DTYPES and x_SV.stride(1) == 1:
+        from nibble.kernels.topk import triton as fast
+
+        return fast.row_max(x_SV)
+    return naive.row_max(x_SV)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and triton_present()
+
+
+# An operator, so that it lies in the graph of a compiled model.
+def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not _has_kernels(x):
+        return naive.topk(x, k)
+    from nibble.kernels.topk import triton as fast
+
+    return fast.topk(x, k)
+
+
+def _shapes(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
+_library.define("topk(Tensor x, int k) -> (Tensor, Tensor)")
+_library.impl("topk", _topk, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::topk", _shapes, lib=_library)

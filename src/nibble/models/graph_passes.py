@@ -1,0 +1,78 @@
+"""What is replaced in the graph of a compiled model before inductor makes code of it.
+
+Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
+of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from nibble.kernels import linear, topk
+
+aten = torch.ops.aten
+_INPUTS = ("placeholder", "get_attr")
+"""What a parameter is in a graph."""
+
+
+@dataclass(frozen=True)
+class ReplaceOperators(CustomGraphPass):
+    """Replaces operators by Nibble's own."""
+
+    weights: tuple[tuple[int, int, str], ...] = ()
+    """Outputs, inputs and dtype of the weights that kernels/linear multiplies faster."""
+    device: str = "cuda"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Replace what is served, in place."""
+        for node in graph.find_nodes(op="call_function", target=aten.topk.default):
+            if self._serves_topk(*node.args, **node.kwargs):
+                node.target, node.args, node.kwargs = torch.ops.nibble.topk.default, node.args[:2], {}
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+            self._replace_product(node, None, *node.args)
+        for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+            # Not where the bias is a matrix, or a factor is beside it.
+            if not node.kwargs and node.args[0].meta["val"].dim() == 1:
+                self._replace_product(node, *node.args)
+
+    def _serves_topk(
+        self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> bool:
+        """Return whether kernels/topk computes these arguments of torch.topk."""
+        value = x.meta["val"]
+        if value.device.type != self.device or not value.dim() or not largest:
+            return False
+        width, is_last = value.shape[-1], dim in (-1, value.dim() - 1)
+        # A size that varies is no int.
+        return (
+            is_last and isinstance(width, int) and isinstance(k, int) and topk.serves(value.dtype, width, k)
+        )
+
+    def _replace_product(self, node: fx.Node, bias: fx.Node | None, x: fx.Node, weight_KN: fx.Node) -> None:
+        weight = weight_KN.args[0] if weight_KN.target is aten.permute.default else None
+        if not isinstance(weight, fx.Node) or weight.op not in _INPUTS or weight_KN.args[1] != [1, 0]:
+            return
+        value = weight.meta["val"]
+        if value.device.type == self.device and value.is_contiguous() and _facts(value) in self.weights:
+            node.target, node.args = torch.ops.nibble.linear.default, (x, weight, bias)
+
+    def uuid(self) -> tuple[str, bytes]:
+        """Return what inductor's cache tells passes apart by."""
+        return repr(self), get_hash_for_files((__file__, topk.__file__, linear.__file__))
+
+
+def _facts(weight: Tensor) -> tuple[int, int, str]:
+    outputs, inputs = weight.shape
+    return outputs, inputs, str(weight.dtype)
+
+
+def options(model: nn.Module) -> dict[str, Any]:
+    """Return the options of inductor that replace all of this in a model. A shape of narrow weights takes a trial."""
+    narrow = [weight for weight in model.parameters() if weight.dim() == 2 and len(weight) <= linear.NARROW]
+    weights = tuple(sorted({_facts(weight) for weight in narrow if linear.serves(weight)}))
+    return {"post_grad_custom_pre_pass": ReplaceOperators(weights)}
