@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from nibble.kernels import linear, topk
+from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
 _INPUTS = ("placeholder", "get_attr")
@@ -72,7 +73,6 @@ def _facts(weight: Tensor) -> tuple[int, int, str]:
 
 
 def options(model: nn.Module) -> dict[str, Any]:
-    """Return the options of inductor that replace all of this in a model. A shape of narrow weights takes a trial."""
-    narrow = [weight for weight in model.parameters() if weight.dim() == 2 and len(weight) <= linear.NARROW]
-    weights = tuple(sorted({_facts(weight) for weight in narrow if linear.serves(weight)}))
-    return {"post_grad_custom_pre_pass": ReplaceOperators(weights)}
+    """Return the options of inductor that replace all of this in a model."""
+    weights = sorted({_facts(weight) for weight in narrow_weights(model)})
+    return {"post_grad_custom_pre_pass": ReplaceOperators(tuple(weights))}

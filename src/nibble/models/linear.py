@@ -434,6 +434,17 @@ def merge_and_tune_linears(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
             model.set_submodule(name, LargeLinear(module))
+    # Trials take memory, which the cache has later.
+    narrow_weights(model)
+
+
+def narrow_weights(model: nn.Module) -> list[Tensor]:
+    """Return weights of few outputs that kernels/linear multiplies faster, routers' for instance.
+
+    Each shape takes a trial, the first time.
+    """
+    weights = [x for x in model.parameters() if x.dim() == 2 and len(x) <= linear.NARROW]
+    return [weight for weight in weights if linear.serves(weight)]
 
 
 def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:

@@ -16,6 +16,7 @@ from families import FAMILIES, make
 from nibble.kernels import linear, topk
 from nibble.models import compile_cache, graph_passes
 from nibble.models.graph_passes import ReplaceOperators
+from nibble.models.linear import merge_and_tune_linears
 
 
 def targets(graph: fx.Graph) -> list[str]:
@@ -122,6 +123,16 @@ def test_weights_that_win_a_trial_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linear, "serves", lambda weight: weight.shape == router.shape)
     weights = graph_passes.options(model)["post_grad_custom_pre_pass"].weights
     assert weights == ((*router.shape, "torch.float32"),)
+
+
+def test_trials_are_run_when_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the model is compiled: the cache has the memory then."""
+    model = make("qwen3_moe", FAMILIES["qwen3_moe"].config("qwen3_moe"))
+    router = next(p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
+    trials = []
+    monkeypatch.setattr(linear, "serves", lambda weight: trials.append(weight.shape))
+    merge_and_tune_linears(model)
+    assert router.shape in trials
 
 
 @pytest.mark.slow
