@@ -30,6 +30,7 @@ from nibble.kernels.experts import triton as kernels
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved
 from nibble.models import experts
+from nibble.models.forward import inductor_options
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b-a3b": (
@@ -120,7 +121,7 @@ def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor]:
         y = step()[-1]
         return (time.perf_counter() - began) * 1e6 / len(made), y
     torch._dynamo.reset()
-    run: Any = torch.compile(step, fullgraph=True)
+    run: Any = torch.compile(step, fullgraph=True, options=inductor_options(nn.ModuleList(made)))
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -164,7 +165,8 @@ def needed_bytes(block: nn.Module, x: Tensor) -> int:
 def kernels_of(made: list[nn.Module], x: Tensor) -> str:
     from torch.profiler import ProfilerActivity, profile
 
-    run: Any = torch.compile(lambda: [block(x) for block in made], fullgraph=True)
+    options = inductor_options(nn.ModuleList(made))
+    run: Any = torch.compile(lambda: [block(x) for block in made], fullgraph=True, options=options)
     run()
     run()
     torch.cuda.synchronize()

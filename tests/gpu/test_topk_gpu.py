@@ -75,7 +75,7 @@ def test_compiled_models_choose_experts_by_it(family: str, monkeypatch: pytest.M
     compute = fast.topk
     monkeypatch.setattr(fast, "topk", lambda x, k: calls.append(len(x)) or compute(x, k))
     torch._dynamo.reset()
-    options = {**forward._early_launches(), **graph_passes.options(model)}
+    options = forward.inductor_options(model)
     run = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, options=options)  # fmt: skip
     with torch.inference_mode():
         for tokens in (9, 30):
@@ -111,7 +111,7 @@ def test_compiled_routers_multiply_and_choose_by_it(family: str, monkeypatch: py
         monkeypatch.setattr(owner, name, lambda *args, f=compute, n=name: calls.append(n) or f(*args))
     monkeypatch.setattr(linear, "_wins", lambda weight: True)
     torch._dynamo.reset()
-    options = {**forward._early_launches(), **graph_passes.options(router)}
+    options = forward.inductor_options(router)
     run = torch.compile(router, fullgraph=True, options=options)
     with torch.inference_mode():
         for tokens in (40, 3, 16):

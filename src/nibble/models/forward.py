@@ -69,12 +69,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     step = Step()
     # torch checks the outputs of custom operators for aliases, and under that check no backend could vmap or compile.
     torch._functorch.config.check_custom_op_aliasing = False
-    # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
-    # A decode step of an 8B model has hundreds.
-    combine = backend == "inductor" and next(model.parameters()).is_cuda
-    options: dict[str, Any] = {}
-    if combine:
-        options = {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
+    options = inductor_options(model) if backend == "inductor" else {}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
     # Both are set by the first call; code of other backends cannot be kept.
@@ -98,6 +93,15 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
         return logits
 
     return forward
+
+
+def inductor_options(model: nn.Module) -> dict[str, Any]:
+    """Return the options that a model on a GPU is compiled with."""
+    if not next(model.parameters()).is_cuda:
+        return {}
+    # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
+    # A decode step of an 8B model has hundreds.
+    return {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
 
 
 def _early_launches() -> dict[str, bool]:
