@@ -17,7 +17,7 @@ from nibble.kernels import topk as op
 from nibble.kernels.linear import triton as narrow
 from nibble.kernels.topk import naive
 from nibble.kernels.topk import triton as fast
-from nibble.models import forward, graph_passes
+from nibble.models import forward
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
