@@ -1,12 +1,12 @@
 """What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--formats bf16,fp8,mxfp4] [--tokens 1,8,64]
-        [--tiles] [--kernels]
+        [--peer] [--tiles] [--kernels]
 
-Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, so that none is in
-the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are stored, at copy
-bandwidth. Gate: outputs against Transformers' own implementation; of packed experts against the family's own code over
-matrices that are unpacked one by one.
+Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, one behind the other,
+so that none is in the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are
+stored, at copy bandwidth. Gate: the last layer's output against the family's own code, over matrices that are unpacked
+one by one where they are packed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 import gpu
-from nibble.kernels.experts import triton as kernels
+from nibble.errors import BackendError
+from nibble.kernels.experts import cuda, triton
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved
 from nibble.models import experts
@@ -96,9 +97,9 @@ def pack(block: nn.Module, format: WeightFormat, dtype: torch.dtype, device: str
 def own_output(block: nn.Module, x: Tensor) -> Tensor:
     """Return what the family's own code computes, one expert after the other."""
     serve([block], "eager")
-    y = block(x)
+    y = output_of(block(x))
     serve([block], experts._NAME)
-    return y[0] if isinstance(y, tuple) else y
+    return y
 
 
 def serve(made: list[nn.Module], implementation: str) -> None:
@@ -108,27 +109,36 @@ def serve(made: list[nn.Module], implementation: str) -> None:
                 module.config._experts_implementation = implementation
 
 
-def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor]:
-    """Return the time of one layer in a CUDA graph of all, and the output of the last."""
+def chain(made: list[nn.Module], x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return what each layer gets, the sum of what those before it got and computed, and what the last computes."""
+    inputs, y = [], torch.zeros_like(x)
+    for block in made:
+        # One behind the other, as in a model: a compiler would join what does not depend on one another.
+        x = x + y
+        inputs.append(x)
+        y = output_of(block(x))
+    return inputs, y
 
-    def step() -> list[Tensor]:
-        # All are returned: a compiler leaves out what nobody reads.
-        outputs = [block(x) for block in made]
-        return [y[0] if isinstance(y, tuple) else y for y in outputs]
 
+def output_of(y: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Return the time of one layer in a CUDA graph of all, and what the last gets and computes."""
     if x.device.type == "cpu":
         began = time.perf_counter()
-        y = step()[-1]
-        return (time.perf_counter() - began) * 1e6 / len(made), y
+        inputs, y = chain(made, x)
+        return (time.perf_counter() - began) * 1e6 / len(made), inputs[-1], y
     torch._dynamo.reset()
-    run: Any = torch.compile(step, fullgraph=True, options=inductor_options(nn.ModuleList(made)))
+    run: Any = torch.compile(chain, fullgraph=True, options=inductor_options(nn.ModuleList(made)))
     for _ in range(2):
-        run()
+        run(made, x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = run()[-1]
-    return timed(graph.replay) / len(made), y.clone()
+        inputs, y = run(made, x)
+    return timed(graph.replay) / len(made), inputs[-1].clone(), y.clone()
 
 
 def timed(call: Callable[[], object], flush: Tensor | None = None) -> float:
@@ -166,12 +176,12 @@ def kernels_of(made: list[nn.Module], x: Tensor) -> str:
     from torch.profiler import ProfilerActivity, profile
 
     options = inductor_options(nn.ModuleList(made))
-    run: Any = torch.compile(lambda: [block(x) for block in made], fullgraph=True, options=options)
-    run()
-    run()
+    run: Any = torch.compile(chain, fullgraph=True, options=options)
+    run(made, x)
+    run(made, x)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run()
+        run(made, x)
         torch.cuda.synchronize()
     return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
 
@@ -189,25 +199,23 @@ def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
             weight_ENI = weight_ENI.matrices
         tokens = len(x[0]) if name == "gate_up_proj" else chosen_TK.numel()
         rows = torch.randn(tokens, weight_ENI.shape[2], device=x.device, dtype=x.dtype)
-        for outputs, inputs, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6)):
-            if not fits(weight_ENI, inputs):
-                continue
-            tile = kernels.Tile(outputs, inputs, stages=stages)
-            call = partial(kernels.few_product, rows, chosen_TK, weight_ENI, None, tile=tile)
+        for compute, tile in tiles_of(weight_ENI):
+            call = partial(compute, rows, chosen_TK, weight_ENI, None, tile=tile)
             try:
                 call()
                 results.append((timed(call, flush), f"{name} {tile}"))
-            except OutOfResources:
+            except (OutOfResources, BackendError):
                 continue
     return sorted(results)
 
 
-def fits(weight: Tensor | PackedExperts, inputs: int) -> bool:
-    """Whether a step may have so many inputs: scales in the compute dtype are of a whole step."""
+def tiles_of(weight: Tensor | PackedExperts) -> list[tuple[Callable[..., Tensor], Any]]:
+    """Return what multiplies with a weight, with each of its tiles."""
     if isinstance(weight, Tensor):
-        return True
-    format = weight.format
-    return bool(format.scales) or not format.group or format.group % inputs == 0
+        sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6))
+        return [(triton.few_product, triton.Tile(n, k, stages=stages)) for n, k, stages in sizes]
+    choices = itertools.product(cuda.ROWS, cuda.COLUMNS, (2, 3, 4, 5, 6), (2, 3, 4))
+    return [(cuda.few_product, cuda.Tile(*choice)) for choice in choices]
 
 
 def main() -> None:
@@ -217,6 +225,9 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-30b-a3b,gpt-oss-20b")
     parser.add_argument("--formats", default=BF16, help=f"{BF16}, {', '.join(KINDS)}")
     parser.add_argument("--tokens", default="1,8,64")
+    parser.add_argument(
+        "--peer", action="store_true", help="time Transformers' own, too, which takes a while"
+    )
     parser.add_argument("--tiles", action="store_true", help="time products alone, by tile")
     parser.add_argument("--kernels", action="store_true", help="list kernels and their times")
     gpu.add_output_options(parser)
@@ -230,14 +241,15 @@ def main() -> None:
             hidden = SHAPES[name][1]["hidden_size"]
             for tokens in map(int, options.tokens.split(",")):
                 x = torch.randn(1, tokens, hidden, device=device, dtype=next(made[0].parameters()).dtype)
-                if format == BF16:
+                inputs, _ = chain(made, x)
+                need = sum(map(needed_bytes, made, inputs)) / len(made) / copy / 1e6
+                theirs = None
+                if format == BF16 and options.peer:
                     serve(made, "grouped_mm" if device == "cuda" else "eager")
-                    theirs, expected = microseconds(made, x)
+                    theirs, *_ = microseconds(made, x)
                     serve(made, experts._NAME)
-                else:
-                    theirs, expected = None, own_output(made[-1], x)
-                need = needed_bytes(made[0], x) / copy / 1e6
-                ours, found = microseconds(made, x)
+                ours, last, found = microseconds(made, x)
+                expected = own_output(made[-1], last)
                 error = float((found.float() - expected.float()).norm() / expected.float().norm())
                 rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}",
                              f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip

@@ -268,19 +268,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
         float sum[TILES][4] = {};
         u32 low_factor = 0, high_factor = 0;
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < 4; r += 2) {  // inputs of both registers follow one another
           if (OF_CODES && r % (4 / GROUPS) == 0) {
             const int byte = r * GROUPS / 4 * SCALE_BYTES + 2 * m;
             low_factor = factor_of(scale[byte / 4], byte % 4), high_factor = factor_of(scale[byte / 4], byte % 4 + 1);
           }
-          u32 a[PARTS], b[PARTS];
-          unpack(a, word_of(low, r), low_factor), unpack(b, word_of(high, r), high_factor);
+          u32 a[2][PARTS], b[2][PARTS];
 #pragma unroll
-          for (int part = 0; part < PARTS; part += 2) {
+          for (int i = 0; i < 2; i++) {
+            unpack(a[i], word_of(low, r + i), low_factor), unpack(b[i], word_of(high, r + i), high_factor);
+          }
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) {
+            const int i = input_of(part, r) / 2;
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-              mma_bf16(OF_STEP ? sum[t] : acc[m][t], a[part], b[part], a[part + 1], b[part + 1],
-                       x_now[t][input_of(part, r) / 2], x_now[t][input_of(part + 1, r) / 2]);
+              mma_bf16(OF_STEP ? sum[t] : acc[m][t], a[0][part], b[0][part], a[1][part], b[1][part], x_now[t][i],
+                       x_now[t][i + 1]);
             }
           }
         }
