@@ -27,12 +27,14 @@ from nibble.models.experts import packed_matrices
 from nibble.models.linear import (
     MergedLinear,
     QuantizedLinear,
+    expected_keys,
     merge_linears,
     prepare_linears,
     quantized_layers,
 )
 from nibble.models.observations import observe_model
-from nibble.models.quantization import Handling
+from nibble.models.pack import Packer
+from nibble.models.quantization import Handling, parse, quantization_entry
 from nibble.models.refusals import load_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
@@ -100,6 +102,18 @@ def test_all_quantised_layers_are_packed_and_merged(name: str) -> None:
     attention = model.model.layers[0].self_attn
     assert all(type(part) is MergedLinear for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     assert attention.q_proj.product is attention.v_proj.product
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*EXPERTS, *UNPACKED, *PARTLY}])
+def test_kernels_are_known_before_weights_are_read(name: str) -> None:
+    config = load_config(str(FIXTURES / name))
+    quantization = parse(quantization_entry(config))
+    assert quantization
+    expected = expected_keys(config, quantization, Packer("cpu", torch.float32))
+    prepare_linears(model := read(FIXTURES / name))
+    # Whether global scales of merged matrices differ, which the config does not say, is taken for no.
+    keys = {layer.matrix.key._replace(has_row_globals=False) for layer in quantized_layers(model)}
+    assert expected == keys
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED])

@@ -27,7 +27,7 @@ from nibble.models.activations import FULL
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import prepare_linears, quantize_linears, set_packed
+from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
 from nibble.models.quantization import (
@@ -35,6 +35,7 @@ from nibble.models.quantization import (
     Handling,
     MatrixFormat,
     Quantization,
+    parse,
     quantization_entry,
 )
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
@@ -78,6 +79,8 @@ def load(
     if handling in (Handling.PACKED, Handling.EXPERTS):
         packer = Packer(device, getattr(torch, dtype), activations, linears=handling is Handling.PACKED)
     quantization = online.quantization_to(weights) if weights else None
+    if packer and (stored := quantization or parse(quantization_entry(config))):
+        compile_ahead(config, stored, packer)
     source = partial(_source, config, path, handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)
     if packer:
