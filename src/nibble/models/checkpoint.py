@@ -30,6 +30,7 @@ from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, 
 from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
+from nibble.models.placement import stored_tensors
 from nibble.models.quantization import (
     READABLE,
     Handling,
@@ -81,7 +82,7 @@ def load(
     quantization = online.quantization_to(weights) if weights else None
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
-    source = partial(_source, config, path, handling, packer, quantization)
+    source = partial(_source, config, path, torch.device(device), handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)
     if packer:
         set_packed(model, packer)
@@ -95,10 +96,10 @@ def load(
                 raise WeightError(
                     f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
                 )
-        if packer.device.type == "cuda":
-            # What experts were put together of, which other memory could not use.
-            torch.cuda.empty_cache()
     model = model.to(device)
+    if next(model.parameters()).is_cuda:
+        # What experts were put together of, which other memory could not use.
+        torch.cuda.empty_cache()
     if quantization:
         quantize_linears(model, quantization, packer)
     return prepare_model(model, model_spec, deterministic=deterministic)
@@ -107,7 +108,11 @@ def load(
 def _read(
     open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str
 ) -> nn.Module:
-    """Return the model as Transformers loads it, on the host, with placeholders for matrices that are kept packed."""
+    """Return the model as Transformers loads it, with placeholders for matrices that are kept packed.
+
+    Its parameters are on the device, but for those that Transformers reads itself; buffers that no checkpoint has are
+    computed on the host.
+    """
     try:
         with quiet(), ExitStack() as files:
             source, config, tensors = open_source(files)
@@ -151,22 +156,28 @@ Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
 def _source(
     config: PretrainedConfig,
     path: str,
+    device: torch.device,
     handling: Handling,
     packer: Packer | None,
     quantization: Quantization | None,
     files: ExitStack,
 ) -> Source:
-    """Return the checkpoint as it is, or its tensors with quantised ones unpacked or packed."""
-    if packer and quantization and weight_files(folder := download(path)):
-        return None, config, quantized(folder, *_choice(config, quantization), files, packer)
-    entry = quantization_entry(config)
+    """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
+
+    Transformers reads files of PyTorch, and weights that only it unpacks.
+    """
+    folder, entry = download(path), quantization_entry(config)
     if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
-        return path, config, None
+        if entry or not weight_files(folder):
+            return path, config, None
+        if packer and quantization:
+            return None, config, quantized(folder, *_choice(config, quantization), files, packer)
+        return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return None, plain, unpacked(download(path), entry, files, packer)
+    return None, plain, unpacked(folder, entry, device, files, packer)
 
 
 def _choice(

@@ -193,7 +193,7 @@ class Packer:
     def _keep(self, entry: _Entry, shape: Sequence[int]) -> Tensor:
         """Return a new placeholder."""
         # Not a number, so that whatever should use it shows.
-        entry.single = torch.full((1,), torch.nan, dtype=self.dtype)
+        entry.single = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
         with self._lock:
             self._entries[entry.single.untyped_storage().data_ptr()] = entry
         return entry.single.expand(shape)
@@ -257,8 +257,9 @@ class Packer:
             or unserved(packed, len(weight_NK), weight_NK.shape[1], dtype)
         ):
             raise NotPackedError
+        weight_NK = weight_NK.to(self.device)
         require_finite(name, weight_NK)
-        matrix = quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
+        matrix = quantize(weight_NK, packed, self.dtype, format.block_rows)
         return replace(matrix, activations=activations_of(self.activations, None, matrix.format))
 
     def expected_key(self, stored: MatrixFormat, *shapes: tuple[int, int]) -> KernelKey | None:
