@@ -28,7 +28,6 @@ from nibble.kernels.weight_formats import Activations, experts_unserved, unserve
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
-from nibble.models.checkpoint import prepare_model
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
@@ -167,7 +166,6 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         dtype: str,
         device: str,
         *,
-        deterministic: bool = False,
         handling: Handling = Handling.UNPACKED,
         activations: str = FULL,
         **others: object,  # of loading from files
@@ -181,7 +179,7 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return prepare_model(model, model_spec, deterministic=deterministic)
+        return model
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))

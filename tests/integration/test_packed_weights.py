@@ -49,16 +49,10 @@ PARTLY = {"ct_fp8_block": "mlp.down_proj"}
 TOLERANCE = 1e-4
 
 
-def loaded(folder: Path, handling: Handling = Handling.PACKED, dtype: str = "float32") -> Any:
-    model_spec = observe_model(str(folder), dtype, 64)
-    return checkpoint.load(load_config(str(folder)), model_spec, dtype, "cpu", handling=handling)
-
-
 def read(folder: Path, handling: Handling = Handling.PACKED) -> Any:
     """A model as it is before it is prepared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prepare_model", lambda model, *_, **__: model)
-        return loaded(folder, handling)
+    model_spec = observe_model(str(folder), "float32", 64)
+    return checkpoint.load(load_config(str(folder)), model_spec, "float32", "cpu", handling=handling)
 
 
 def logits(model: Any) -> Tensor:
@@ -212,10 +206,10 @@ def test_a_merged_layer_with_wrong_rows_is_refused(monkeypatch: pytest.MonkeyPat
     """By the comparison with the family's own code."""
     from nibble.models import linear
 
-    right = linear.merged
+    right, folder = linear.merged, FIXTURES / "gptq_sym"
     monkeypatch.setattr(linear, "merged", lambda matrices: right([*matrices[1:], matrices[0]]))
     with pytest.raises(ConfigError, match="is not what the family's own code computes"):
-        loaded(FIXTURES / "gptq_sym")
+        checkpoint.prepare_model(read(folder), observe_model(str(folder), "float32", 64))
 
 
 def test_a_matrix_that_is_of_no_linear_layer_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

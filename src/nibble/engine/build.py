@@ -42,7 +42,7 @@ from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware
 from nibble.models import compile_cache, invariant
-from nibble.models.checkpoint import download, load
+from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
@@ -197,10 +197,12 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         )
         weights = engine_plan.weights
         model = load(
-            model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic,
+            model_config, engine_plan.model_spec, dtype, device,
             handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
             activations=engine_plan.activations,
         )  # fmt: skip
+    with startup.part("preparation"):
+        prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:

@@ -1,6 +1,6 @@
-"""Read checkpoints: weights, for a model that is prepared to serve.
+"""Read checkpoints: weights, and a model with them that is prepared to serve.
 
-A model is prepared once its tensors are checked: MLA absorbed, rope fixed, linear layers packed or merged.
+A model whose tensors are checked is prepared: MLA absorbed, rope fixed, linear layers packed or merged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def load(
     dtype: str,
     device: str,
     *,
-    deterministic: bool = False,
     handling: Handling = Handling.UNPACKED,
     weights: str | None = None,
     activations: str = FULL,
@@ -61,17 +60,14 @@ def load(
         model_spec: what was observed of the model.
         dtype: compute dtype, a name of torch.
         device: where the model runs.
-        deterministic: see prepare_model().
         handling: what becomes of weights that are quantised.
         weights: a format that linear layers are quantised to as they load, None for none.
         activations: what becomes of the inputs of packed matrices (activations.py).
 
     Returns:
-        The model in eval mode, prepared by prepare_model().
+        The model on the device, to be prepared by prepare_model().
 
     Raises:
-        BackendError: kernels for packed matrices do not compute what they should.
-        ConfigError: what is replaced is not what the family's own code computes.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
@@ -102,7 +98,7 @@ def load(
         torch.cuda.empty_cache()
     if quantization:
         quantize_linears(model, quantization, packer)
-    return prepare_model(model, model_spec, deterministic=deterministic)
+    return model
 
 
 def _read(

@@ -90,7 +90,7 @@ def compile_into(
         options: of inductor.
 
     Returns:
-        As load() does; None where torch cannot make such a function of this model, or not write it.
+        As load() does; None where torch cannot make such a function of this model.
     """
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiler = torch.compile(
@@ -98,16 +98,17 @@ def compile_into(
         )
     try:
         compiled: Any = compiler.aot_compile((arguments, {}))  # type: ignore[attr-defined]
-        content = type(compiled).serialize(compiled).serialized_data
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what torch cannot trace here is explained when it is compiled by a call
-        log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
+        log.info("this model cannot be compiled ahead (%s: %s)", type(error).__name__, error)
         return None
-    # A cache folder that cannot be written costs time, nothing else.
-    with suppress(OSError):
+    # Code that cannot be written costs the next start time, nothing else.
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(path, content)
+        files.write_atomic(path, type(compiled).serialize(compiled).serialized_data)
+    except Exception as error:  # of all kinds: it is pickled
+        log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
     compiled.disable_guard_check()
     return compiled
 
