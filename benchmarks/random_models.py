@@ -145,6 +145,13 @@ PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
 """A scheme is what its kernels read and nothing beside it, unless a benchmark says otherwise."""
 
 
+def shape_config(shape: str, **changes: Any) -> PretrainedConfig:
+    """The config of a shape in SHAPES."""
+    family, fields = SHAPES[shape]
+    config: PretrainedConfig = AutoConfig.for_model(family, **{**_ENDS, **fields, **changes})
+    return config
+
+
 @contextmanager
 def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any) -> Iterator[Served]:
     """The engine of a shape in SHAPES; options are fields of nibble.Config.
@@ -152,12 +159,11 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
     likeness: see make(). weights: a name of packed_weights.KINDS; matrices are then made packed, as the plan counts
     them, and what the engine is checked against is the model with these.
     """
-    family, changes = SHAPES[shape]
+    family, _ = SHAPES[shape]
     entry = OWN_CONFIGS.get((family, weights)) or (KINDS[weights].config if weights else {})
-    if weights:
-        changes = {**changes, "quantization_config": entry}
-        if not KINDS[weights].activations:
-            options = {"activations": FULL, **options}
+    changes = {"quantization_config": entry} if weights else {}
+    if weights and not KINDS[weights].activations:
+        options = {"activations": FULL, **options}
     kept: dict[str, Any] = {}
 
     def load(
@@ -182,7 +188,7 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         return model
 
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))
+        shape_config(shape, **changes).save_pretrained(Path(folder))
         with mock.patch.object(build, "load", load):
             llm = LLM(folder, **{"kv_scales": "one", **PLAIN, **options})
         yield Served(llm, kept["prompt"], kept["expected"])
