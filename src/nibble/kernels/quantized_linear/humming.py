@@ -34,6 +34,7 @@ from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import GROUP, Activations
 
 CACHE_VARIABLE, SERIAL_VARIABLE = "HUMMING_CACHE_DIR", "HUMMING_DISABLE_PARALLEL_BUILD"
+WORKERS_VARIABLE = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
 DTYPES = {
     "uint4": "uint4",
     "uint8": "uint8",
@@ -60,8 +61,10 @@ _kernels: dict[tuple[str, torch.device], Tensor] = {}
 """By layout and device: what the library's launcher chooses a kernel by, int64 [4 * kernels] on the host."""
 _compiling: dict[tuple[KernelKey, torch.device], Future[Tensor]] = {}
 """Kernels that nobody has waited for yet."""
-_pool = ThreadPoolExecutor(32, "nibble-humming")
-"""Its threads wait for the library's own, of which each key has as many as there are processors."""
+_pool = ThreadPoolExecutor(4, "nibble-humming")
+"""Each of its threads compiles for a key."""
+WORKERS = 2
+"""Kernels of a key that the library compiles at the same time, each in a process that takes 0.4 GiB."""
 _importing = Lock()
 
 
@@ -135,6 +138,7 @@ def _schedules(key: KernelKey, config: Any, device: torch.device, few: int) -> l
 def import_library() -> None:
     """Import the library, which reads its environment as it is imported; it compiles in parallel afterwards."""
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder() / "humming"))
+    os.environ.setdefault(WORKERS_VARIABLE, str(WORKERS))
     with _importing:
         own = os.environ.get(SERIAL_VARIABLE)
         # Else importing starts two processes, which import torch and look for a compiler of C++.
