@@ -28,7 +28,6 @@ from nibble.kernels.weight_formats import Activations, experts_unserved, unserve
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
-from nibble.models.checkpoint import prepare_model
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
@@ -146,6 +145,13 @@ PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
 """A scheme is what its kernels read and nothing beside it, unless a benchmark says otherwise."""
 
 
+def shape_config(shape: str, **changes: Any) -> PretrainedConfig:
+    """The config of a shape in SHAPES."""
+    family, fields = SHAPES[shape]
+    config: PretrainedConfig = AutoConfig.for_model(family, **{**_ENDS, **fields, **changes})
+    return config
+
+
 @contextmanager
 def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any) -> Iterator[Served]:
     """The engine of a shape in SHAPES; options are fields of nibble.Config.
@@ -153,12 +159,11 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
     likeness: see make(). weights: a name of packed_weights.KINDS; matrices are then made packed, as the plan counts
     them, and what the engine is checked against is the model with these.
     """
-    family, changes = SHAPES[shape]
+    family, _ = SHAPES[shape]
     entry = OWN_CONFIGS.get((family, weights)) or (KINDS[weights].config if weights else {})
-    if weights:
-        changes = {**changes, "quantization_config": entry}
-        if not KINDS[weights].activations:
-            options = {"activations": FULL, **options}
+    changes = {"quantization_config": entry} if weights else {}
+    if weights and not KINDS[weights].activations:
+        options = {"activations": FULL, **options}
     kept: dict[str, Any] = {}
 
     def load(
@@ -167,7 +172,6 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         dtype: str,
         device: str,
         *,
-        deterministic: bool = False,
         handling: Handling = Handling.UNPACKED,
         activations: str = FULL,
         **others: object,  # of loading from files
@@ -181,10 +185,10 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return prepare_model(model, model_spec, deterministic=deterministic)
+        return model
 
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))
+        shape_config(shape, **changes).save_pretrained(Path(folder))
         with mock.patch.object(build, "load", load):
             llm = LLM(folder, **{"kv_scales": "one", **PLAIN, **options})
         yield Served(llm, kept["prompt"], kept["expected"])

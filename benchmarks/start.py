@@ -1,13 +1,22 @@
 """How long a start takes: the first of a machine, and the next, in fresh processes with one cache folder.
 
-    python benchmarks/start.py [--model llama-3.1-8b] [--scheme nvfp4] [--starts 2] [--cache FOLDER]
+    python benchmarks/start.py [--model llama-3.1-8b] [--weights fp8a8] [--scheme nvfp4] [--starts 2] [--cache FOLDER]
+    python benchmarks/start.py --checkpoint FOLDER [--write] ...
 
-**Measured**: the seconds from the beginning of a process until it is ready, without those of weights, which are random
-and made on the GPU; those of each part of a start; and where the compiler's go (`tracing`, `aot`, `inductor`: each
-includes the next). **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches answered,
-and kernels that Triton compiled, beside those it found on disk. A last step after each start tells whether anything is
-compiled later: every number of rows from 2 to 17 is a prompt, then requests decode together. Without --cache the folder
-is new, so the first start is a machine's first. NIBBLE_LOG=1 shows why code was not taken from disk.
+**Measured**: the seconds from the beginning of a process until it is ready, without those of weights; those of each
+part of a start; and where the compiler's go (`tracing`, `aot`, `inductor`: each includes the next). Weights are random,
+and made on the GPU (--weights: packed, a name of packed_weights.KINDS), or read from a checkpoint, which --write makes
+of such weights, with shards of 5 GB, in BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a checkpoint asks
+for activations in FP8 too). **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches
+answered, and kernels that Triton compiled, beside those it found on disk. A last step after each start tells whether
+anything is compiled later: every number of rows from 2 to 17 is a prompt, then requests decode together; `files` are
+new ones in the cache folder, of any compiler.
+
+With a checkpoint also **host memory** while its weights are read, at the most, beyond what the process had before:
+`resident` with pages of files, `anonymous` without, and the largest shard.
+
+Without --cache the folder is new, so the first start is a machine's first. NIBBLE_LOG=1 shows why code was not taken
+from disk.
 """
 
 from __future__ import annotations
@@ -19,14 +28,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 BEGIN, RESULT = "NIBBLE_START_BEGAN", "result: "
 LENGTHS = tuple(range(2, 18))
 """New tokens of the prompts after a start."""
+CODE = (".cubin", ".so", ".bin")
+"""Ends of files that compilers write."""
 SHOWN = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "autograd_cache_hit", "autograd_cache_miss",
          "autograd_cache_bypass", "autograd_cache_saved", "unique_graphs")  # fmt: skip
 
@@ -39,17 +54,17 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         logging.getLogger("nibble.compile").setLevel(logging.INFO)
     compiled = count_triton()
     import torch
-    from random_models import served
     from torch._dynamo.utils import compilation_time_metrics, counters
 
+    memory = dict[str, int]()
     imported = time.time() - began
-    with served(options.model, kv_format=options.scheme, device=options.device, compile_cache=True) as engine:
-        startup = engine.llm.engine.startup
+    with engine_of(options, memory) as llm:
+        startup = llm.engine.startup
         ready = time.time() - began
-        graphs, kernels = counters["stats"]["unique_graphs"], Counter(compiled)
+        graphs, kernels, kept = counters["stats"]["unique_graphs"], Counter(compiled), files_kept()
         begin = time.perf_counter()
         for length in LENGTHS:
-            engine.llm.generate(
+            llm.generate(
                 [list(range(5, 5 + length))] * (length - 1), max_tokens=4, ignore_eos=True, progress=False
             )
         later = time.perf_counter() - begin
@@ -73,8 +88,79 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
             "seconds": later,
             "graphs": counters["stats"]["unique_graphs"] - graphs,
             "kernels": compiled["compiled"] - kernels["compiled"],
+            "files": sorted(files_kept() - kept),
         },
+        **({"host memory": memory} if memory else {}),
     }
+
+
+@contextmanager
+def engine_of(options: argparse.Namespace, memory: dict[str, int]) -> Iterator[Any]:
+    """The engine. memory: takes the host's, in bytes, where a checkpoint is read."""
+    from packed_weights import KINDS
+    from random_models import PLAIN, served
+
+    from nibble.models.activations import FULL
+
+    settings = {"kv_format": options.scheme, "device": options.device}
+    if not options.checkpoint:
+        with served(options.model, weights=options.weights, **settings) as engine:
+            yield engine.llm
+        return
+    from nibble import LLM
+    from nibble.engine import build
+
+    load = build.load
+    if options.weights and not KINDS[options.weights].activations:
+        settings["activations"] = FULL
+
+    def measured(*arguments: Any, **others: Any) -> Any:
+        with host_memory(memory):
+            return load(*arguments, **others)
+
+    with mock.patch.object(build, "load", measured):
+        llm = LLM(str(options.checkpoint), kv_scales="one", **PLAIN, **settings)
+    memory["largest shard"] = max(x.stat().st_size for x in options.checkpoint.glob("*.safetensors"))
+    with llm:
+        yield llm
+
+
+@contextmanager
+def host_memory(memory: dict[str, int]) -> Iterator[None]:
+    """Notes the most memory of this process, beyond what it had, looking every few milliseconds."""
+    import torch
+
+    if torch.cuda.is_available():
+        # What the driver and its libraries take is not the weights'.
+        x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+        (x @ x).sum().item()
+    names = {"VmRSS": "resident", "RssAnon": "anonymous"}
+    over = threading.Event()
+
+    def status() -> dict[str, int]:
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+        return {names[line[0][:-1]]: int(line[1]) << 10 for line in lines if line and line[0][:-1] in names}
+
+    before = status()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            for name, size in status().items():
+                memory[name] = max(memory.get(name, 0), size - before[name])
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def files_kept() -> set[str]:
+    """The files of compiled code in the cache folder."""
+    cache = Path(os.environ["NIBBLE_CACHE"])
+    return {str(path.relative_to(cache)) for path in cache.rglob("*") if path.suffix in CODE}
 
 
 def count_triton() -> Counter[str]:
@@ -95,6 +181,9 @@ def count_triton() -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--weights", default="", help="a format of packed matrices; BF16 if left out")
+    parser.add_argument("--checkpoint", type=Path, help="a folder with weights to read")
+    parser.add_argument("--write", action="store_true", help="write it first, of random weights")
     parser.add_argument("--scheme", default="nvfp4")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--starts", type=int, default=2)
@@ -104,6 +193,10 @@ def main() -> None:
     if options.once:
         print(RESULT + json.dumps(start(options)))
         return
+    if options.write:
+        from random_checkpoints import write
+
+        write(options.model, options.checkpoint, options.weights, options.device)
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(options.cache or folder)
         for i in range(options.starts):

@@ -360,7 +360,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 def compile_only(options: argparse.Namespace) -> None:
     """Write machine code, and say how much of it."""
-    humming.set_environment()
+    humming.import_library()
     stand_in(options.processors)
     keep_machine_code(options.compile, is_read=False)
     began, lock, count = time.monotonic(), Lock(), 0
@@ -382,7 +382,7 @@ def measure(options: argparse.Namespace) -> list[Cell]:
     """Measure candidates as they are compiled, and then the best ones as dependent launches."""
     began, cells, measured = time.monotonic(), list[Cell](), Measured()
     rows = [int(n) for n in options.rows.split(",")]
-    humming.set_environment()
+    humming.import_library()
     if options.cubins:
         keep_machine_code(options.cubins, is_read=True)
 

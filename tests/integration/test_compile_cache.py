@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nibble.models import compile_cache
+from nibble.errors import BackendError
+from nibble.models import compile_cache, forward
 from nibble.models.compile_cache import CACHE_VARIABLE, TRITON_VARIABLE
 from tiny import save_tiny
 
@@ -120,6 +121,44 @@ def test_other_source_is_not_served(kept: Path, monkeypatch: pytest.MonkeyPatch)
     getsource = compile_cache.inspect.getsource
     monkeypatch.setattr(compile_cache.inspect, "getsource", lambda module: getsource(module) + "# changed\n")
     assert compile_cache.load(kept, scaled, (Toy(), torch.randn(7))) is None
+
+
+def test_the_compiler_is_imported_beside_something_else() -> None:
+    code = (
+        "import sys; from nibble.models.compile_cache import COMPILER, importing_compiler as importing\n"
+        "assert not set(COMPILER) & set(sys.modules)\n"
+        "with importing(): pass\n"
+        "assert set(COMPILER) <= set(sys.modules) and 'torch._inductor.codegen.triton' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kept_code_that_fails_is_compiled_anew(tmp_path: Path) -> None:
+    def fail(*_: object) -> Tensor:
+        raise error
+
+    x = torch.randn(1, 3)
+    arguments = Toy(), x, x, x, None
+    error: Exception = RuntimeError("no such kernel")
+    logits, artifact = forward._first_call(fail, lambda *_: x, arguments)
+    assert logits is x and artifact is None
+    # What would fail again is not tried again.
+    error = BackendError("a step cannot be computed")
+    with pytest.raises(BackendError):
+        forward._first_call(fail, lambda *_: x, arguments)
+
+
+def test_code_that_cannot_be_written_serves_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("cannot pickle")
+
+    x, path = torch.randn(5), tmp_path / "kept.bin"
+    torch._dynamo.mark_dynamic(x, 0)
+    monkeypatch.setattr(compile_cache.files, "write_atomic", fail)
+    run = compile_cache.compile_into(path, scaled, (Toy(), x), {})
+    assert torch.equal(run(Toy(), x), scaled(Toy(), x)) and not path.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"half", b"\x80\x04."])

@@ -46,7 +46,7 @@ def test_logits_are_the_same(family: str) -> None:
 def test_a_usual_family_is_merged_and_tabulated() -> None:
     model = model_of("qwen3")
     size = sum(p.nbytes for p in model.parameters())
-    assert [names for names in linears_by_input(model) if "layers.1." in names[0]] == [
+    assert [names for names in linears_by_input(model.config) if "layers.1." in names[0]] == [
         tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv"),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]

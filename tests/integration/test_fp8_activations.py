@@ -49,12 +49,6 @@ TOLERANCE = 5e-3
 
 def read(folder: Path, handling: Handling = Handling.PACKED, activations: str = FULL) -> Any:
     """A model as it is before it is prepared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prepare_model", lambda model, *_, **__: model)
-        return prepared(folder, handling, activations)
-
-
-def prepared(folder: Path, handling: Handling = Handling.PACKED, activations: str = FULL) -> Any:
     model_spec = observe_model(str(folder), "float32", 64)
     config = load_config(str(folder))
     return checkpoint.load(config, model_spec, "float32", "cpu", handling=handling, activations=activations)
@@ -176,11 +170,12 @@ def test_layers_say_their_plain_weight() -> None:
 
 
 def test_a_loaded_model_is_compared_with_quantised_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared(FIXTURES / "fp8_block", activations=AUTO)
-    right = linear.merged
+    folder, right = FIXTURES / "fp8_block", linear.merged
+    model_spec = observe_model(str(folder), "float32", 64)
+    checkpoint.prepare_model(read(folder, activations=AUTO), model_spec)
     monkeypatch.setattr(linear, "merged", lambda matrices: right([*matrices[1:], matrices[0]]))
     with pytest.raises(ConfigError, match="is not what the family's own code computes"):
-        prepared(FIXTURES / "fp8_block", activations=AUTO)
+        checkpoint.prepare_model(read(folder, activations=AUTO), model_spec)
 
 
 def test_a_compiler_joins_the_quantisation_with_what_is_before() -> None:

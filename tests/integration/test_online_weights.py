@@ -44,12 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(folder: Path, weights: str | None, handling: Handling = Handling.UNPACKED) -> Any:
     """A model as it is before it is prepared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prepare_model", lambda model, *_, **__: model)
-        model_spec = observe_model(str(folder), "float32", 64, weights=weights)
-        return checkpoint.load(
-            load_config(str(folder)), model_spec, "float32", "cpu", handling=handling, weights=weights
-        )
+    model_spec = observe_model(str(folder), "float32", 64, weights=weights)
+    return checkpoint.load(
+        load_config(str(folder)), model_spec, "float32", "cpu", handling=handling, weights=weights
+    )
 
 
 def logits(model: Any) -> Tensor:

@@ -27,12 +27,14 @@ from nibble.models.experts import packed_matrices
 from nibble.models.linear import (
     MergedLinear,
     QuantizedLinear,
+    expected_keys,
     merge_linears,
     prepare_linears,
     quantized_layers,
 )
 from nibble.models.observations import observe_model
-from nibble.models.quantization import Handling
+from nibble.models.pack import Packer
+from nibble.models.quantization import Handling, parse, quantization_entry
 from nibble.models.refusals import load_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
@@ -47,16 +49,10 @@ PARTLY = {"ct_fp8_block": "mlp.down_proj"}
 TOLERANCE = 1e-4
 
 
-def loaded(folder: Path, handling: Handling = Handling.PACKED, dtype: str = "float32") -> Any:
-    model_spec = observe_model(str(folder), dtype, 64)
-    return checkpoint.load(load_config(str(folder)), model_spec, dtype, "cpu", handling=handling)
-
-
 def read(folder: Path, handling: Handling = Handling.PACKED) -> Any:
     """A model as it is before it is prepared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prepare_model", lambda model, *_, **__: model)
-        return loaded(folder, handling)
+    model_spec = observe_model(str(folder), "float32", 64)
+    return checkpoint.load(load_config(str(folder)), model_spec, "float32", "cpu", handling=handling)
 
 
 def logits(model: Any) -> Tensor:
@@ -100,6 +96,18 @@ def test_all_quantised_layers_are_packed_and_merged(name: str) -> None:
     attention = model.model.layers[0].self_attn
     assert all(type(part) is MergedLinear for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     assert attention.q_proj.product is attention.v_proj.product
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*EXPERTS, *UNPACKED, *PARTLY}])
+def test_kernels_are_known_before_weights_are_read(name: str) -> None:
+    config = load_config(str(FIXTURES / name))
+    quantization = parse(quantization_entry(config))
+    assert quantization
+    expected = expected_keys(config, quantization, Packer("cpu", torch.float32))
+    prepare_linears(model := read(FIXTURES / name))
+    # Whether global scales of merged matrices differ, which the config does not say, is taken for no.
+    keys = {layer.matrix.key._replace(has_row_globals=False) for layer in quantized_layers(model)}
+    assert expected == keys
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED])
@@ -198,10 +206,10 @@ def test_a_merged_layer_with_wrong_rows_is_refused(monkeypatch: pytest.MonkeyPat
     """By the comparison with the family's own code."""
     from nibble.models import linear
 
-    right = linear.merged
+    right, folder = linear.merged, FIXTURES / "gptq_sym"
     monkeypatch.setattr(linear, "merged", lambda matrices: right([*matrices[1:], matrices[0]]))
     with pytest.raises(ConfigError, match="is not what the family's own code computes"):
-        loaded(FIXTURES / "gptq_sym")
+        checkpoint.prepare_model(read(folder), observe_model(str(folder), "float32", 64))
 
 
 def test_a_matrix_that_is_of_no_linear_layer_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from nibble.models.refusals import load_config
 from nibble.models.unpack import unpacked
 from tiny import save_tokenizer
 
+CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 WEIGHTS, EXPECTED = "model.safetensors", "expected.safetensors"
@@ -88,7 +89,7 @@ def test_a_matrix_is_the_librarys_own(name: str) -> None:
         expected, about = file.get_tensor("dequantized"), file.metadata()
     config = load_config(str(FIXTURES / name))
     with ExitStack() as files:
-        tensors = unpacked(FIXTURES / name, quantization_entry(config), files)
+        tensors = unpacked(FIXTURES / name, quantization_entry(config), CPU, files)
         found = tensors[about["dequantized_name"]][...].float()
     if found.dim() == 3:  # of an expert, with inputs first
         found = found[0]
@@ -243,7 +244,8 @@ def test_w4afp8_has_experts_in_integers_and_other_layers_in_blocks(tmp_path: Pat
     entry = json.loads((quantised / "config.json").read_text())["quantization_config"]
     with ExitStack() as stack:
         plain = {
-            name: x[...].float() for name, x in unpacked(FIXTURES / "fp8_block_moe", entry, stack).items()
+            name: x[...].float()
+            for name, x in unpacked(FIXTURES / "fp8_block_moe", entry, CPU, stack).items()
         }
 
     def write(tensors: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware
 from nibble.models import compile_cache, invariant
-from nibble.models.checkpoint import download, load
+from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
@@ -191,16 +192,19 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
     """Load the weights, choose the threads, and measure KV scales where there are texts for it."""
     engine_plan, config = parts.plan, parts.plan.config
     dtype, device = engine_plan.plan.dtype, engine_plan.hardware.device
-    with startup.part("weights"):
+    compiles = config.compile and not engine_plan.hardware.is_cpu
+    with startup.part("weights"), compile_cache.importing_compiler() if compiles else nullcontext():
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
         )
         weights = engine_plan.weights
         model = load(
-            model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic,
+            model_config, engine_plan.model_spec, dtype, device,
             handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
             activations=engine_plan.activations,
         )  # fmt: skip
+    with startup.part("preparation"):
+        prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:

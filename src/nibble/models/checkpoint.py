@@ -1,6 +1,6 @@
-"""Read checkpoints: weights, for a model that is prepared to serve.
+"""Read checkpoints: weights, and a model with them that is prepared to serve.
 
-A model is prepared once its tensors are checked: MLA absorbed, rope fixed, linear layers packed or merged.
+A model whose tensors are checked is prepared: MLA absorbed, rope fixed, linear layers packed or merged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from nibble.models.activations import FULL
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import prepare_linears, quantize_linears, set_packed
+from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
+from nibble.models.placement import stored_tensors
 from nibble.models.quantization import (
     READABLE,
     Handling,
     MatrixFormat,
     Quantization,
+    parse,
     quantization_entry,
 )
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
@@ -47,7 +49,6 @@ def load(
     dtype: str,
     device: str,
     *,
-    deterministic: bool = False,
     handling: Handling = Handling.UNPACKED,
     weights: str | None = None,
     activations: str = FULL,
@@ -59,17 +60,14 @@ def load(
         model_spec: what was observed of the model.
         dtype: compute dtype, a name of torch.
         device: where the model runs.
-        deterministic: see prepare_model().
         handling: what becomes of weights that are quantised.
         weights: a format that linear layers are quantised to as they load, None for none.
         activations: what becomes of the inputs of packed matrices (activations.py).
 
     Returns:
-        The model in eval mode, prepared by prepare_model().
+        The model on the device, to be prepared by prepare_model().
 
     Raises:
-        BackendError: kernels for packed matrices do not compute what they should.
-        ConfigError: what is replaced is not what the family's own code computes.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
@@ -78,7 +76,9 @@ def load(
     if handling in (Handling.PACKED, Handling.EXPERTS):
         packer = Packer(device, getattr(torch, dtype), activations, linears=handling is Handling.PACKED)
     quantization = online.quantization_to(weights) if weights else None
-    source = partial(_source, config, path, handling, packer, quantization)
+    if packer and (stored := quantization or parse(quantization_entry(config))):
+        compile_ahead(config, stored, packer)
+    source = partial(_source, config, path, torch.device(device), handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)
     if packer:
         set_packed(model, packer)
@@ -92,19 +92,23 @@ def load(
                 raise WeightError(
                     f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
                 )
-        if packer.device.type == "cuda":
-            # What experts were put together of, which other memory could not use.
-            torch.cuda.empty_cache()
     model = model.to(device)
+    if next(model.parameters()).is_cuda:
+        # What experts were put together of, which other memory could not use.
+        torch.cuda.empty_cache()
     if quantization:
         quantize_linears(model, quantization, packer)
-    return prepare_model(model, model_spec, deterministic=deterministic)
+    return model
 
 
 def _read(
     open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str
 ) -> nn.Module:
-    """Return the model as Transformers loads it, on the host, with placeholders for matrices that are kept packed."""
+    """Return the model as Transformers loads it, with placeholders for matrices that are kept packed.
+
+    Its parameters are on the device, but for those that Transformers reads itself; buffers that no checkpoint has are
+    computed on the host.
+    """
     try:
         with quiet(), ExitStack() as files:
             source, config, tensors = open_source(files)
@@ -148,22 +152,28 @@ Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
 def _source(
     config: PretrainedConfig,
     path: str,
+    device: torch.device,
     handling: Handling,
     packer: Packer | None,
     quantization: Quantization | None,
     files: ExitStack,
 ) -> Source:
-    """Return the checkpoint as it is, or its tensors with quantised ones unpacked or packed."""
-    if packer and quantization and weight_files(folder := download(path)):
-        return None, config, quantized(folder, *_choice(config, quantization), files, packer)
-    entry = quantization_entry(config)
+    """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
+
+    Transformers reads files of PyTorch, and weights that only it unpacks.
+    """
+    folder, entry = download(path), quantization_entry(config)
     if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
-        return path, config, None
+        if entry or not weight_files(folder):
+            return path, config, None
+        if packer and quantization:
+            return None, config, quantized(folder, *_choice(config, quantization), files, packer)
+        return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return None, plain, unpacked(download(path), entry, files, packer)
+    return None, plain, unpacked(folder, entry, device, files, packer)
 
 
 def _choice(

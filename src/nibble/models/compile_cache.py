@@ -15,9 +15,10 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
 from types import FunctionType
 from typing import Any
 
@@ -33,6 +34,7 @@ from nibble.hardware import cache_folder
 FOLDER = "compiled"
 CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 PACKAGES = ("torch", "transformers", "triton")
+COMPILER = ("torch._inductor.compile_fx", "torch._inductor.select_algorithm")
 COMPILING = (
     "models/*.py",
     "attention/operators.py",
@@ -52,6 +54,25 @@ def use_cache_folder() -> None:
         os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
+
+
+@contextmanager
+def importing_compiler() -> Iterator[None]:
+    """Import inductor, which a first call needs and which takes seconds, in a thread beside what is done within."""
+
+    def run() -> None:
+        # What is wrong with it shows where it is needed.
+        with suppress(Exception):
+            for name in COMPILER:
+                importlib.import_module(name)
+
+    thread = Thread(target=run, name="nibble-import", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        # From here on others import: two threads in one circle of modules might see half of one.
+        thread.join()
 
 
 def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
@@ -95,7 +116,7 @@ def compile_into(
         options: of inductor.
 
     Returns:
-        As load() does; None where torch cannot make such a function of this model, or not write it.
+        As load() does; None where torch cannot make such a function of this model.
     """
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiler = torch.compile(
@@ -103,16 +124,17 @@ def compile_into(
         )
     try:
         compiled: Any = compiler.aot_compile((arguments, {}))  # type: ignore[attr-defined]
-        content = type(compiled).serialize(compiled).serialized_data
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what torch cannot trace here is explained when it is compiled by a call
-        log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
+        log.info("this model cannot be compiled ahead (%s: %s)", type(error).__name__, error)
         return None
-    # A cache folder that cannot be written costs time, nothing else.
-    with suppress(OSError):
+    # Code that cannot be written costs the next start time, nothing else.
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(path, content)
+        files.write_atomic(path, type(compiled).serialize(compiled).serialized_data)
+    except Exception as error:  # of all kinds: it is pickled
+        log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
     compiled.disable_guard_check()
     return compiled
 

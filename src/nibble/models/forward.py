@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
-from nibble.errors import ConfigError
+from nibble.errors import ConfigError, NibbleError
 from nibble.models import compile_cache, graph_passes
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
@@ -83,14 +83,12 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
         if not is_compiled:
             compile_cache.use_cache_folder()
             artifact = _load_or_compile(function, arguments, options) if keep else None
-        elif not artifact:
+            logits, artifact = _first_call(artifact, run, arguments)
+            is_compiled = True
+            return logits
+        if not artifact:
             return run(*arguments)
-        if artifact and (not is_compiled or artifact.guard_check(*arguments)):
-            logits = artifact(*arguments)
-        else:
-            logits = _compile_call(run, arguments)
-        is_compiled = True
-        return logits
+        return artifact(*arguments) if artifact.guard_check(*arguments) else _compile_call(run, arguments)
 
     return forward
 
@@ -152,6 +150,18 @@ def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options
         return loaded
     _mark_dynamic(arguments)
     return compile_cache.compile_into(path, function, arguments, options)
+
+
+def _first_call(artifact: Any, run: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    """Return the logits of a first call, and the artifact if that computed them; else the call compiles."""
+    if artifact:
+        try:
+            return artifact(*arguments), artifact
+        except (NibbleError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of all kinds: another process may have written it
+            compile_cache.log.info("compiled code fails (%s: %s)", type(error).__name__, error)
+    return _compile_call(run, arguments), None
 
 
 def _mark_dynamic(arguments: Sequence[Any]) -> None:

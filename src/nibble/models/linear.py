@@ -24,11 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from nibble.kernels import linear, quantized_linear
-from nibble.kernels.quantized_linear.matrix import TENSORS, PackedMatrix, merged
+from nibble.kernels.quantized_linear.matrix import TENSORS, KernelKey, PackedMatrix, merged
 from nibble.kernels.quantized_linear.naive import quantize_activations
 from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.kernels.weight_formats import Activations
@@ -36,6 +37,7 @@ from nibble.models.experts import serve_experts, set_packed_experts
 from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import Quantization
+from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 PACKED_FOR = 8
 """Number of tokens that weights are packed for."""
@@ -386,6 +388,36 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
     return list({id(layer): layer for layer in products if isinstance(layer, QuantizedLinear)}.values())
 
 
+def compile_ahead(config: PretrainedConfig, quantization: Quantization, packer: Packer) -> None:
+    """Begin to compile the kernels of packed layers on a GPU, while their weights are read.
+
+    Args:
+        config: of the model.
+        quantization: of its weights.
+        packer: keeps them.
+    """
+    if packer.device.type == "cuda" and packer.linears:
+        quantized_linear.compile_ahead(expected_keys(config, quantization, packer), packer.device)
+
+
+def expected_keys(config: PretrainedConfig, quantization: Quantization, packer: Packer) -> set[KernelKey]:
+    """Return what kernels of packed layers will be chosen by, as far as the config tells.
+
+    A guess: weights may be stored otherwise, and then kernels are compiled when that shows.
+    """
+    bare = skeleton(deepcopy(config))
+    layers = {name: module for name, module in bare.named_modules() if type(module) is nn.Linear}
+    groups = linears_by_input(config)
+    in_groups = {name for names in groups for name in names}
+    keys = set[KernelKey | None]()
+    for names in (*groups, *((name,) for name in layers if name not in in_groups)):
+        formats = {quantization.format_of(name) for name in names}
+        shapes = [(layers[name].out_features, layers[name].in_features) for name in names]
+        if len(formats) == 1 and (stored := formats.pop()) and not names[0].endswith(ALWAYS_PLAIN):
+            keys.add(packer.expected_key(stored, *shapes))
+    return {key for key in keys if key}
+
+
 def prepare_quantized(model: nn.Module) -> None:
     """Compile kernels for the packed layers of a model on a GPU, and bring these into their layout, in place.
 
@@ -456,7 +488,7 @@ def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:
         packed_only: leave plain layers as they are.
     """
     count = 0
-    for names in linears_by_input(model):
+    for names in linears_by_input(model.config):
         layers = [model.get_submodule(name) for name in names]
         is_packed = isinstance(layers[0], QuantizedLinear)
         if (is_packed or not packed_only) and _can_merge_layers(layers):
@@ -465,9 +497,9 @@ def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:
     return count
 
 
-def linears_by_input(model: Any) -> list[tuple[str, ...]]:
+def linears_by_input(config: PretrainedConfig) -> list[tuple[str, ...]]:
     """Return the names of linear layers that get the same tensor, in the order of their calls."""
-    bare: Any = skeleton(deepcopy(model.config))  # a copy: skeleton() changes the config
+    bare: Any = skeleton(deepcopy(config))  # a copy: skeleton() changes the config
     calls: dict[int, list[str]] = {}
     inputs = []  # kept alive, so that no two have the same id
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nibble.errors import WeightError
 from nibble.kernels.experts.matrices import PackedExperts, joined, packed_experts
-from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
 from nibble.kernels.quantized_linear.quantize import quantize
 from nibble.kernels.weight_formats import WORD, Activations, WeightFormat, experts_unserved, unserved
@@ -163,7 +163,7 @@ class Packer:
             activations: What becomes of the inputs of packed linear layers (activations.py).
             linears: Whether these are packed, and not experts alone.
         """
-        self.device, self.dtype, self._linears = torch.device(device), dtype, linears
+        self.device, self.dtype, self.linears = torch.device(device), dtype, linears
         self.activations = activations
         self.plain: set[str] = set()
         """Names of matrices that are unpacked although they could be kept."""
@@ -178,7 +178,7 @@ class Packer:
     def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
         """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept."""
         is_expert = bool(_EXPERT.search(parts.name))
-        if parts.name in self.plain or _PLAIN.search(parts.name) or not (is_expert or self._linears):
+        if parts.name in self.plain or _PLAIN.search(parts.name) or not (is_expert or self.linears):
             return None
         try:
             packed = read(parts, self._of_experts if is_expert else self._of_linears)
@@ -193,7 +193,7 @@ class Packer:
     def _keep(self, entry: _Entry, shape: Sequence[int]) -> Tensor:
         """Return a new placeholder."""
         # Not a number, so that whatever should use it shows.
-        entry.single = torch.full((1,), torch.nan, dtype=self.dtype)
+        entry.single = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
         with self._lock:
             self._entries[entry.single.untyped_storage().data_ptr()] = entry
         return entry.single.expand(shape)
@@ -257,9 +257,31 @@ class Packer:
             or unserved(packed, len(weight_NK), weight_NK.shape[1], dtype)
         ):
             raise NotPackedError
+        weight_NK = weight_NK.to(self.device)
         require_finite(name, weight_NK)
-        matrix = quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
+        matrix = quantize(weight_NK, packed, self.dtype, format.block_rows)
         return replace(matrix, activations=activations_of(self.activations, None, matrix.format))
+
+    def expected_key(self, stored: MatrixFormat, *shapes: tuple[int, int]) -> KernelKey | None:
+        """Return what kernels will be chosen by for a matrix, or several merged ones; None where they are unpacked.
+
+        Args:
+            stored: Their format.
+            shapes: [N, K] of each, with the same K.
+        """
+        format, columns, dtype = stored.packed, shapes[0][1], str(self.dtype).removeprefix("torch.")
+        if format is None or any(unserved(format, *shape, dtype) for shape in shapes):
+            return None
+        # A single group is the whole row.
+        format = replace(format, group=0) if format.group == columns else format
+        return KernelKey(
+            format,
+            (sum(rows for rows, _ in shapes), columns),
+            self.dtype,
+            False,  # merged ones have the same global scale in most checkpoints
+            activations_of(self.activations, stored.activations, format),
+            format.group > 0 and stored.block_rows % format.group == 0,
+        )
 
 
 @dataclass

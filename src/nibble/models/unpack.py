@@ -36,6 +36,7 @@ from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
+from nibble.models.placement import PlacedSlice, place, release
 from nibble.models.quantization import W4AFP8, MatrixFormat
 
 WORD = 32
@@ -52,15 +53,20 @@ _SIDE_TENSORS = frozenset({
 class _Slice:
     """A matrix that is computed where it is read, with what Transformers' loader asks of safetensors' slices."""
 
-    def __init__(self, parts: Parts, spelling: _Spelling, lock: Lock, packer: Packer | None) -> None:
-        self._parts, self._spelling, self._lock, self._packer = parts, spelling, lock, packer
+    def __init__(
+        self, parts: Parts, spelling: _Spelling, lock: Lock, device: torch.device, packer: Packer | None
+    ) -> None:
+        self._parts, self._spelling, self._lock = parts, spelling, lock
+        self._device, self._packer = device, packer
 
     def __getitem__(self, index: Any) -> Tensor:
         # The loader reads with several threads, and what is computed on the way is several times the matrix.
         with self._lock:
             try:
-                placeholder = self._placeholder() if index is ... else None
-                return self._spelling.unpack(self._parts)[index] if placeholder is None else placeholder
+                x = self._placeholder() if index is ... else None
+                x = place(self._spelling.unpack(self._parts)[index] if x is None else x, self._device)
+                release((part[...] for part in self._parts.stored.values()), self._device)
+                return x
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -74,13 +80,18 @@ class _Slice:
 
 
 def unpacked(
-    folder: Path, config: Mapping[str, Any], stack: ExitStack, packer: Packer | None = None
+    folder: Path,
+    config: Mapping[str, Any],
+    device: torch.device,
+    stack: ExitStack,
+    packer: Packer | None = None,
 ) -> dict[str, Any]:
-    """Return a checkpoint's tensors by name: quantised matrices unpacked when they are read, the others as slices.
+    """Return a checkpoint's tensors by name: quantised matrices unpacked when they are read, the others as they are.
 
     Args:
         folder: With safetensors files.
         config: Its `quantization_config`.
+        device: Where they shall be.
         stack: Keeps the files open.
         packer: Keeps matrices that stay packed, and gives placeholders for them.
 
@@ -100,11 +111,11 @@ def unpacked(
         spelling = _spelling(dtypes, config)
         for end, tensor in stored.items():
             if spelling is None or (end != spelling.codes and end not in _SIDE_TENSORS and end != "_scales"):
-                plain[_join(module, end)] = tensor
+                plain[_join(module, end)] = PlacedSlice(tensor, device)
         if spelling:
             name = _join(module, "" if spelling.codes == "_blocks" else "weight")
             parts = Parts(name, stored, config)
-            plain[name] = _Slice(parts, spelling, lock, packer)
+            plain[name] = _Slice(parts, spelling, lock, device, packer)
     if not owner:
         raise WeightError(f"{folder} has no *.safetensors, from which alone quantised weights are read")
     if owner.keys() == plain.keys():
@@ -136,7 +147,11 @@ def quantized(
             stored = file.get_slice(name)
             parts = Parts(name, {end: stored}, {})
             is_matrix = end == spelling.codes and is_chosen(module)
-            tensors[name] = _Slice(parts, spelling, lock, packer) if is_matrix else stored
+            tensors[name] = (
+                _Slice(parts, spelling, lock, packer.device, packer)
+                if is_matrix
+                else PlacedSlice(stored, packer.device)
+            )
     return tensors
 
 

@@ -280,6 +280,26 @@ def test_an_engine_with_packed_weights() -> None:
     assert distance > 2 * error
 
 
+def test_a_start_reads_a_checkpoint(tmp_path: Path) -> None:
+    import random_checkpoints
+    import start
+
+    logits = {}
+    for weights in ("", "fp8"):
+        folder = tmp_path / f"weights {weights}"
+        random_checkpoints.write("tiny", folder, weights, "cpu", shard=50_000)
+        sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+        options = SimpleNamespace(checkpoint=folder, weights=weights, scheme="fp32", device="cpu")
+        memory = dict[str, int]()
+        with start.engine_of(options, memory) as llm:
+            logits[weights] = llm.logits(list(range(5, 60)))
+        assert len(sizes) > 2 and memory["largest shard"] == max(sizes)
+        assert memory.keys() == {"resident", "anonymous", "largest shard"}
+    # Eight bits are near.
+    error = (logits["fp8"] - logits[""]).norm() / logits[""].norm()
+    assert 0 < error < 0.1
+
+
 def test_tiles_of_products_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,6 +361,7 @@ def test_schedules_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         codes, scale = naive.quantize_activations(x, matrix.activations) if matrix.activations else (x, None)
         return multiply(codes, scale, matrix, locks)
 
+    monkeypatch.setattr(bench.humming, "import_library", lambda: None)
     monkeypatch.setattr(bench, "SHAPES", {"qkv": (256, 512)})
     monkeypatch.setattr(bench.humming, "layer_config", lambda key, device: None)
     monkeypatch.setattr(bench, "candidates", lambda case, config: [slow, fast, wrong])

@@ -5,6 +5,7 @@ A stand-in for `humming-kernels` computes by the definition of what it is given,
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -355,6 +356,40 @@ def test_settings_that_were_measured_come_before_the_library_s_own(
     assert [settings["use_pdl"] for *_, settings in ranges] == [True] * 3
     config.sm_version = 80
     assert humming._schedules(matrix.key, config, torch.device("cpu"), 0)[0][2] == {"rows": 16}
+
+
+def test_kernels_that_are_compiled_ahead_are_compiled_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, calls = sys.modules["humming.kernel.humming"].HummingKernel, list[str]()  # type: ignore[attr-defined]
+    own = kernels.prepare_kernels
+
+    def prepare_kernels(config: str, **options: Any) -> Tensor:
+        calls.append(os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "in parallel"))
+        table: Tensor = own(config, **options)
+        return table
+
+    monkeypatch.setattr(kernels, "prepare_kernels", prepare_kernels)
+    first, second = matrix_of("int4"), matrix_of("fp8", 256, 512)
+    operation._humming().compile_ahead({first.key}, first.codes.device)
+    prepare = preparation([first, second])
+    assert calls == ["in parallel"] * 2
+    assert prepare(first)[0].layout and prepare(second)[0].layout
+
+
+def test_kernels_that_are_compiled_ahead_fail_where_they_are_needed(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: str, **options: Any) -> Tensor:
+        raise AssertionError("does not compile")
+
+    matrix, kernels = matrix_of("int4"), sys.modules["humming.kernel.humming"].HummingKernel  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "prepare_kernels", fail)
+        operation._humming().compile_ahead({matrix.key}, matrix.codes.device)
+        with pytest.raises(BackendError, match="does not compile"):
+            preparation([matrix])
+    assert preparation([matrix])(matrix)[0].layout
 
 
 def test_a_kernel_that_leaves_its_locks_is_refused(library: Library) -> None:

@@ -23,7 +23,7 @@ from families import tiny_config, tiny_model
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
 from nibble.models import dsa, equivalence, hook, linear, refusals
-from nibble.models.checkpoint import load
+from nibble.models.checkpoint import load, prepare_model
 from nibble.models.hub import quiet
 from nibble.models.observe import observe
 
@@ -38,7 +38,8 @@ def load_family(tmp_path: Path) -> Callable[[str], Any]:
         with quiet():
             tiny_model(name).save_pretrained(tmp_path)
         config = refusals.load_config(str(tmp_path))
-        return load(config, observe(config, str(tmp_path), "float32", 96), "float32", "cpu")
+        model_spec = observe(config, str(tmp_path), "float32", 96)
+        return prepare_model(load(config, model_spec, "float32", "cpu"), model_spec)
 
     return load_from
 

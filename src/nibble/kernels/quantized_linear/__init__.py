@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nibble.errors import BackendError
 from nibble.kernels.quantized_linear import cuda, naive
-from nibble.kernels.quantized_linear.matrix import NAIVE, PackedMatrix
+from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import Activations, WeightFormat
 
 T = TypeVar("T")
@@ -53,6 +53,17 @@ def expected_product(x: Tensor, matrix: PackedMatrix) -> Tensor:
         return naive.quantized_linear(x, matrix)
     codes, scale = naive.quantize_activations(x, matrix.activations, matrix.input_scale)
     return naive.quantized_linear(codes, matrix, scale)
+
+
+def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
+    """Begin to compile kernels on a GPU, while something else is done; preparation() takes those that it needs.
+
+    Args:
+        keys: Of matrices that will probably come (matrix.py).
+        device: Where they will be.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _humming().compile_ahead(keys, torch.device(device.type, index))
 
 
 def preparation(

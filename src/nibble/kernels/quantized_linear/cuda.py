@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import SM90, gpu_of, import_problem
-from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import Activations
 
 FEW, UNPACK = (Path(__file__).with_name(name) for name in ("few.cu", "unpack.cu"))
@@ -44,15 +44,20 @@ UNPACK_SIZE = 64
 
 def serves(matrix: PackedMatrix) -> bool:
     """Return whether these kernels multiply with a matrix."""
-    format = matrix.format
+    return serves_key(matrix.key, matrix.codes.device)
+
+
+def serves_key(key: KernelKey, device: torch.device) -> bool:
+    """Return whether these kernels multiply with matrices of a key."""
+    format = key.format
     return (
-        matrix.codes.is_cuda
-        and gpu_of(matrix.codes.device).arch == SM90
-        and matrix.dtype == torch.bfloat16
-        and matrix.activations is Activations.NONE
+        device.type == "cuda"
+        and gpu_of(device).arch == SM90
+        and key.dtype == torch.bfloat16
+        and key.activations is Activations.NONE
         and format.group in GROUPS.get(format.codes, ())
         and not format.has_zero
-        and not any(size % MULTIPLE for size in matrix.shape)
+        and not any(size % MULTIPLE for size in key.shape)
         and _has_driver()
     )
 

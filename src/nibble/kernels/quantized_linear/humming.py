@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from nibble.kernels.quantized_linear import cuda, schedules
 from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import GROUP, Activations
 
-CACHE_VARIABLE = "HUMMING_CACHE_DIR"
+CACHE_VARIABLE, SERIAL_VARIABLE = "HUMMING_CACHE_DIR", "HUMMING_DISABLE_PARALLEL_BUILD"
+WORKERS_VARIABLE = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
 DTYPES = {
     "uint4": "uint4",
     "uint8": "uint8",
@@ -57,6 +59,13 @@ LOCKS = 2048
 """int32 values with which programs of a product wait for one another, all zero between products."""
 _kernels: dict[tuple[str, torch.device], Tensor] = {}
 """By layout and device: what the library's launcher chooses a kernel by, int64 [4 * kernels] on the host."""
+_compiling: dict[tuple[KernelKey, torch.device], Future[Tensor]] = {}
+"""Kernels that nobody has waited for yet."""
+_pool = ThreadPoolExecutor(4, "nibble-humming")
+"""Each of its threads compiles for a key."""
+WORKERS = 2
+"""Kernels of a key that the library compiles at the same time, each in a process that takes 0.4 GiB."""
+_importing = Lock()
 
 
 def _uses_blocks(key: KernelKey) -> bool:
@@ -126,43 +135,65 @@ def _schedules(key: KernelKey, config: Any, device: torch.device, few: int) -> l
     return ranges
 
 
-def set_environment() -> None:
-    """Set what the library reads when it is imported."""
+def import_library() -> None:
+    """Import the library, which reads its environment as it is imported; it compiles in parallel afterwards."""
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder() / "humming"))
-    # Else each process that imports it starts another, which looks for a compiler of C++.
-    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    os.environ.setdefault(WORKERS_VARIABLE, str(WORKERS))
+    with _importing:
+        own = os.environ.get(SERIAL_VARIABLE)
+        # Else importing starts two processes, which import torch and look for a compiler of C++.
+        os.environ[SERIAL_VARIABLE] = "1"
+        try:
+            from humming import ops  # noqa: F401
+            from humming.kernel.humming import HummingKernel  # noqa: F401
+        finally:
+            if own is None:
+                del os.environ[SERIAL_VARIABLE]
+            else:
+                os.environ[SERIAL_VARIABLE] = own
+
+
+def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
+    """Begin to compile the kernels of matrices that are still to come, in threads; compile_all() waits for them.
+
+    What is wrong with a kernel is raised where it is needed, and kernels that nothing needs cost nothing else.
+    """
+    for key in keys:
+        if (key, device) not in _compiling:
+            _compiling[key, device] = _pool.submit(_compile, key, device)
+
+
+def _compile(key: KernelKey, device: torch.device) -> Tensor:
+    """Compile the kernels of matrices of a key, and return what the library's launcher chooses one by."""
+    import_library()
+    from humming.kernel.humming import HummingKernel
+
+    config = layer_config(key, device)
+    kernels: Tensor = HummingKernel.prepare_kernels(
+        config.to_str(), tuning_config=_schedules(key, config, device, _few(key, device)), device=device
+    )
+    return kernels
+
+
+def _few(key: KernelKey, device: torch.device) -> int:
+    """Return up to how many rows cuda.py multiplies in the library's place."""
+    return cuda.FEW_TOKENS if cuda.serves_key(key, device) else 0
 
 
 def compile_all(matrices: Iterable[PackedMatrix]) -> dict[KernelKey, list[int]]:
     """Compile the kernels of matrices, all at the same time; return for each key numbers of rows that call each."""
-    set_environment()
-    from humming.kernel.humming import HummingKernel
-
-    by_key = {matrix.key: matrix for matrix in matrices}
-    devices = {key: matrix.codes.device for key, matrix in by_key.items()}
-    configs = {key: layer_config(key, device) for key, device in devices.items()}
-
-    few = {key: cuda.FEW_TOKENS if cuda.serves(matrix) else 0 for key, matrix in by_key.items()}
-
-    def compile(key: KernelKey) -> Tensor:
-        kernels: Tensor = HummingKernel.prepare_kernels(
-            configs[key].to_str(),
-            tuning_config=_schedules(key, configs[key], devices[key], few[key]),
-            device=devices[key],
-        )
-        return kernels
-
-    if not devices:
-        return {}
-    with ThreadPoolExecutor(len(devices)) as pool:
-        kernels = dict(zip(devices, pool.map(compile, devices), strict=True))
-    for key, table in kernels.items():
-        use(table, configs[key].to_str(), devices[key])
-    # Each kernel is for more than its first number of rows, and up to its second.
-    return {
-        key: [max(first, few[key]) + 1 for first in table.view(-1, 4)[:, 0].tolist()]
-        for key, table in kernels.items()
-    }
+    devices = {matrix.key: matrix.codes.device for matrix in matrices}
+    for key, device in devices.items():
+        compile_ahead([key], device)
+    compiling = {key: _compiling.pop((key, device)) for key, device in devices.items()}
+    rows = {}
+    for key, device in devices.items():
+        kernels = compiling[key].result()
+        use(kernels, layer_config(key, device).to_str(), device)
+        # Each kernel is for more than its first number of rows, and up to its second.
+        few = _few(key, device)
+        rows[key] = [max(first, few) + 1 for first in kernels.view(-1, 4)[:, 0].tolist()]
+    return rows
 
 
 def use(kernels: Tensor, layout: str, device: torch.device) -> None:
