@@ -32,7 +32,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -196,7 +198,9 @@ def main() -> None:
     if options.write:
         from random_checkpoints import write
 
-        write(options.model, options.checkpoint, options.weights, options.device)
+        # In a process of its own, so that nothing stays on the GPU.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(write, options.model, options.checkpoint, options.weights, options.device).result()
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(options.cache or folder)
         for i in range(options.starts):

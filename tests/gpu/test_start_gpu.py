@@ -34,6 +34,7 @@ def folder_of(folder: Path, weights: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(random_models.SHAPES, "part", (family, {**fields, **LAYERS}))
         random_checkpoints.write("part", folder, weights, shard=SHARD)
+    torch.cuda.empty_cache()
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
 
