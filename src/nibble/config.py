@@ -160,8 +160,9 @@ class Config:
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
     compile: bool = option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
     compile_cache: bool = option(
-        True,
-        "On a GPU: keep the compiled model in the cache folder, so that the next start neither traces nor compiles it.",
+        False,
+        "On a GPU: keep the compiled model in the cache folder, so that the next start neither traces nor compiles it. "
+        "Shown on CPUs only.",
     )
     graphs: bool = option(
         True, "On a GPU: record decode steps as CUDA graphs, where the backend can be recorded."

@@ -22,6 +22,7 @@ from nibble.models import forward
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax:UserWarning"),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -123,16 +123,6 @@ def test_other_source_is_not_served(kept: Path, monkeypatch: pytest.MonkeyPatch)
     assert compile_cache.load(kept, scaled, (Toy(), torch.randn(7))) is None
 
 
-def test_the_compiler_is_imported_beside_something_else() -> None:
-    code = (
-        "import sys; from nibble.models.compile_cache import COMPILER, importing_compiler as importing\n"
-        "assert not set(COMPILER) & set(sys.modules)\n"
-        "with importing(): pass\n"
-        "assert set(COMPILER) <= set(sys.modules) and 'torch._inductor.codegen.triton' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_kept_code_that_fails_is_compiled_anew(tmp_path: Path) -> None:
     def fail(*_: object) -> Tensor:
         raise error

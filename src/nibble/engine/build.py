@@ -6,7 +6,6 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,8 +191,7 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
     """Load the weights, choose the threads, and measure KV scales where there are texts for it."""
     engine_plan, config = parts.plan, parts.plan.config
     dtype, device = engine_plan.plan.dtype, engine_plan.hardware.device
-    compiles = config.compile and not engine_plan.hardware.is_cpu
-    with startup.part("weights"), compile_cache.importing_compiler() if compiles else nullcontext():
+    with startup.part("weights"):
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
         )

@@ -15,10 +15,9 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from threading import Thread
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +33,6 @@ from nibble.hardware import cache_folder
 FOLDER = "compiled"
 CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 PACKAGES = ("torch", "transformers", "triton")
-COMPILER = ("torch._inductor.compile_fx", "torch._inductor.select_algorithm")
 COMPILING = (
     "models/*.py",
     "attention/operators.py",
@@ -54,25 +52,6 @@ def use_cache_folder() -> None:
         os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
-
-
-@contextmanager
-def importing_compiler() -> Iterator[None]:
-    """Import inductor, which a first call needs and which takes seconds, in a thread beside what is done within."""
-
-    def run() -> None:
-        # What is wrong with it shows where it is needed.
-        with suppress(Exception):
-            for name in COMPILER:
-                importlib.import_module(name)
-
-    thread = Thread(target=run, name="nibble-import", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        # From here on others import: two threads in one circle of modules might see half of one.
-        thread.join()
 
 
 def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
