@@ -65,8 +65,8 @@ def _has_driver() -> bool:
 
 def columns_of(tokens: int, choices: int, experts: int) -> int:
     """Return how many tokens of an expert are multiplied at a time."""
-    wanted = min(tokens, cdiv(choices * SPREAD, experts))
-    return next((n for n in COLUMNS if n >= wanted), COLUMNS[-1])
+    tokens_each = min(tokens, cdiv(choices * SPREAD, experts))
+    return next((n for n in COLUMNS if n >= tokens_each), COLUMNS[-1])
 
 
 @dataclass(frozen=True, slots=True)
