@@ -88,6 +88,41 @@ class LayerGroup:
         return self.q_heads // self.streams[0].heads
 
 
+Recurrence = Literal["conv", "delta", "decay", "selective"]
+"""How a recurrent state is updated (kernels/recurrence): not at all, as a convolution alone; a matrix by the (gated)
+delta rule; a matrix that decays and gets products of values and keys; one whose entries each decay at their own pace
+(Mamba 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentGroup:
+    """Layers that keep a state of fixed size for each request, whatever its length, and need the same of it."""
+
+    name: str
+    rule: Recurrence
+    layers: tuple[int, ...]
+    """Indices of the layers, ascending; a layer may attend, too."""
+    heads: int = 0
+    """Heads of the state; 0 where a convolution alone has one."""
+    rows: int = 0
+    """Rows of a head's matrix: its values; channels of Mamba 1, which has one head."""
+    columns: int = 0
+    """Columns of a head's matrix: its keys, the state size of Mamba."""
+    key_heads: int = 0
+    """Heads of keys and queries (groups of Mamba 2), each of which serves as many heads of the state."""
+    key_decay: bool = False
+    """Each column decays at its own pace, and not a head as a whole."""
+    conv_channels: int = 0
+    """Channels of the convolution before it; 0 without one."""
+    conv_taps: int = 0
+    """Inputs that the convolution sees, the present one included."""
+
+    @property
+    def values(self) -> int:
+        """Values of a layer's matrices."""
+        return self.heads * self.rows * self.columns
+
+
 ONLINE = "online"
 """The method of weights that are quantised as they load."""
 
@@ -121,6 +156,10 @@ class StoredWeights:
         return self.kind if self.method in (self.kind, ONLINE) else f"{self.method} {self.kind}"
 
 
+NO_LAYER = -1
+"""The owner of a layer that does not attend."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """All that Nibble must know of a model to plan its cache."""
@@ -129,7 +168,8 @@ class ModelSpec:
     family: str
     groups: tuple[LayerGroup, ...]
     owner: tuple[int, ...]
-    """For each layer the one whose pages it reads: itself, unless KV is shared across layers."""
+    """For each layer the one whose pages it reads: itself, unless KV is shared across layers; NO_LAYER where it does
+    not attend."""
     max_context: int
     vocab_size: int
     hidden_size: int
@@ -137,8 +177,10 @@ class ModelSpec:
     """Size of the weights in the compute dtype; in a plan, of what is in memory."""
     stored_weights: StoredWeights | None = None
     """As the checkpoint has them, where they are quantised."""
+    states: tuple[RecurrentGroup, ...] = ()
+    """Of layers with recurrent states."""
 
     @property
     def layers(self) -> int:
-        """Number of attention layers."""
+        """Number of layers, those included that do not attend."""
         return len(self.owner)
