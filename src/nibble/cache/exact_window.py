@@ -17,11 +17,12 @@ are computed again from the first that is missing. So copies of sinks are always
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from nibble.cache.lease import Lease, Place
 from nibble.cache.snapshots import SnapshotPages
+from nibble.cache.turns import Group, group_at, note_kept, note_use
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
 
@@ -89,12 +90,6 @@ class WindowStats:
     replayed_tokens: int = 0
 
 
-Group = tuple[int, Place]
-"""Snapshots that one lease kept at one place: its number, and the place."""
-TURN_ENDS = (Place.PROMPT_END, Place.ANSWER_END)
-"""Where the next turn of a conversation may go on."""
-
-
 class WindowBooks:
     """The books of all exact pages. The manager calls them as pages of a lease change.
 
@@ -131,23 +126,31 @@ class WindowBooks:
         if num_leases and needed > self.window.num_pages:
             raise OutOfPages(f"{needed} exact pages are needed, there are {self.window.num_pages}")
 
-    def resume(self, lease: Lease) -> None:
-        """Choose where computation goes on: at the last snapshot of the shared pages, or a replay before their end."""
+    def resume(self, lease: Lease, has_state: Callable[[Lease, int], bool] | None = None) -> None:
+        """Choose where computation goes on: at the last snapshot of the shared pages, or a replay before their end.
+
+        Args:
+            lease: a lease that has pages of the tree.
+            has_state: with recurrent states, whether there is a snapshot of them at a boundary too. A replay then
+                begins at both or at the first token: states would remember what it reads without exact copies.
+        """
         size, end, previous = self.page_size, lease.num_shared_pages, lease.num_stored_tokens
         was_replaying, rebuild = lease.is_replaying, self.window.replay_start(end, size)
         # To replay sinks from their midst would make wrong copies of them.
         if rebuild < self.window.num_sinks * size or self._sinks(lease, self.window.num_sinks) is None:
             rebuild = 0
+        rebuild = 0 if has_state else rebuild
         # A lease that has computed tokens itself can go on after these, too.
         least = max(cdiv(max(previous, rebuild), size), 1)
-        boundary = next((b for b in range(end, least - 1, -1) if self._has_snapshot(lease, b)), None)
+        usable = (b for b in range(end, least - 1, -1) if has_state is None or has_state(lease, b))
+        boundary = next((b for b in usable if self._has_snapshot(lease, b)), None)
         lease.snapshot_boundaries.pop(lease.replay_until // size, None)
         lease.replay_until = end * size
         is_turn = False
         if boundary is not None:
             self._hold(lease, range(max(boundary - self.num_copies, 0), boundary), boundary)
             lease.num_stored_tokens, lease.clean_from = boundary * size, 0
-            is_turn = self._note_use(lease, boundary)
+            is_turn = note_use(self.snapshots, lease, lease.exact_pages[boundary - 1])
         elif rebuild > previous:
             self._hold(lease, range(0), self.window.num_sinks)
             lease.num_stored_tokens, lease.clean_from = rebuild, self.window.clean_from(rebuild)
@@ -320,7 +323,7 @@ class WindowBooks:
         missing = [i for i in places if self.snapshots.value_of(lease.pages[i]) is None]
         if not all(i in lease.exact_pages and i * self.page_size >= lease.clean_from for i in missing):
             return
-        group = None if place is Place.BRANCH else (lease.number, place)
+        group = group_at(lease, place)
         for i in places:
             value = self.snapshots.value_of(lease.pages[i])
             if value is None:
@@ -328,23 +331,4 @@ class WindowBooks:
             elif self.snapshots.group_of(value) is not None:
                 # It is to be used again. What others branch from stays as it is.
                 self.snapshots.regroup(value, group)
-        # A conversation most often goes on as it did a turn ago.
-        if lease.resumed_place in TURN_ENDS and place in TURN_ENDS and place is not lease.resumed_place:
-            self.snapshots.expire((lease.number, place))
-
-    def _note_use(self, lease: Lease, boundary: int) -> bool:
-        """Note that `lease` goes on from a snapshot, and return whether a turn ended there.
-
-        Of the snapshots of one turn the next uses one, and only once.
-        """
-        group = self.snapshots.group_of(lease.exact_pages[boundary - 1])
-        if group is None:
-            return False
-        number, place = group
-        if place not in TURN_ENDS:
-            self.snapshots.expire(group)
-            return False
-        lease.resumed_place = place
-        for other in TURN_ENDS:
-            self.snapshots.expire((number, other))
-        return True
+        note_kept(self.snapshots, lease, place)

@@ -33,9 +33,10 @@ class Lease:
 
     num_shared_pages * page_size <= num_stored_tokens <= len(pages) * page_size. A closed lease has no pages.
 
-    With an exact window a lease may be in a replay: num_stored_tokens < replay_until. Its pages hold the first
-    replay_until tokens, most often all shared, but computation goes on at num_stored_tokens, and what it computes
-    below replay_until is written to exact pages only. Then num_shared_pages * page_size may exceed num_stored_tokens.
+    With an exact window or recurrent states a lease may be in a replay: num_stored_tokens < replay_until. Its pages
+    hold the first replay_until tokens, most often all shared, but computation goes on at num_stored_tokens, and what it
+    computes below replay_until is written to exact pages and states only. Then num_shared_pages * page_size may exceed
+    num_stored_tokens.
     """
 
     namespace: str = ""
@@ -66,6 +67,16 @@ class Lease:
     """The first token whose exact copy is right in all layers."""
     snapshot_boundaries: dict[int, Place] = field(default_factory=dict)
     """Page boundaries to come at which a snapshot is kept, and what is there."""
+    state_slot: int | None = None
+    """With recurrent states: the slot that steps read and write; None before the first."""
+    state_source: int | None = None
+    """A slot of a snapshot, held, from which the next step goes on."""
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Slots that the next step copies before it computes: from, to."""
+    saved_states: dict[int, int] = field(default_factory=dict)
+    """Slots that hold, or will with the next step, the states at a page boundary; held, and not in the tree."""
+    state_boundaries: dict[int, Place] = field(default_factory=dict)
+    """Page boundaries to come at which a snapshot of states is kept, and what is there."""
     number: int = 0
     """Counts leases, so that snapshots of the same one are known."""
     resumed_place: Place = Place.BRANCH

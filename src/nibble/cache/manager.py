@@ -19,6 +19,7 @@ from nibble.cache.exact_window import ExactWindow, WindowBooks, WindowStats
 from nibble.cache.lease import Lease, Place
 from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
+from nibble.cache.states import StateBooks, StateSlots, StateStats
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
 
@@ -42,6 +43,7 @@ class CacheStats:
     """Tokens of those that the prefix cache saved; tokens of a replay are not among them."""
     tier: TierStats | None = None
     window: WindowStats | None = None
+    states: StateStats | None = None
 
 
 class CacheManager:
@@ -54,6 +56,7 @@ class CacheManager:
         residency: with a host tier, which pages are on the device. A lease then needs all of its pages there, until
             offload() gives it a hot buffer.
         window: the exact window, if any.
+        states: slots of recurrent states, if layers have any.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class CacheManager:
         prefix_cache: bool = True,
         residency: Residency | None = None,
         window: ExactWindow | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         assert page_size > 0, f"a page of {page_size} tokens"
         self.page_size = page_size
@@ -72,9 +76,10 @@ class CacheManager:
         """All open leases."""
         self.window = window
         self._window = WindowBooks(window, page_size) if window else None
+        self._states = StateBooks(states, page_size) if states else None
         self._allocator = PageAllocator(num_pages, residency.free if residency else None)
         self._radix = RadixCache(
-            self._allocator, page_size, self._window.snapshots.drop if self._window else None
+            self._allocator, page_size, self._drop_snapshots if window or states else None
         )
         self._stats = CacheStats(num_pages)
         self._num_releases = 0
@@ -100,7 +105,7 @@ class CacheManager:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
         in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        window = self._window.stats if self._window else None
+        window, states = (books.stats if books else None for books in (self._window, self._states))
         return replace(
             self._stats,
             free=free,
@@ -109,7 +114,13 @@ class CacheManager:
             idle=idle,
             tier=tier,
             window=window,
+            states=states,
         )
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Return whether a prefix goes on from a snapshot: of the newest tokens, of recurrent states, or of both."""
+        return self._window is not None or self._states is not None
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
@@ -175,8 +186,9 @@ class CacheManager:
                 raise OutOfPages(
                     f"{num_frames} frames of the device are needed, there are {self.residency.num_frames}"
                 )
-            if self._window:
-                self._window.check_lease_room(len(self.leases))
+            for books in (self._window, self._states):
+                if books:
+                    books.check_lease_room(len(self.leases))
         lease = Lease(namespace, is_sharing=sharing, number=next(self._lease_numbers))
         # Before the lease is in the books: this raises if the prefix does not fit onto the device.
         self._adopt(lease, prefix)
@@ -225,29 +237,39 @@ class CacheManager:
         return lease.pages[lease.replay_until // self.page_size - 1]
 
     def keep_snapshot(self, lease: Lease, tokens: int, place: Place) -> None:
-        """With an exact window, keep a snapshot at the page boundary before `tokens` once `lease` passes it.
+        """Keep a snapshot, if there are any, at the page boundary before `tokens` once `lease` gets there.
 
-        Nothing is kept where it has passed that already, or where exact pages are short then.
+        Nothing is kept where it has passed that already, or where exact pages or slots of states are short then.
 
         Args:
             lease: an open lease.
             tokens: leading tokens of its request.
             place: what is there.
         """
+        boundary = tokens // self.page_size
         if self._window and lease.is_sharing:
-            self._window.keep_snapshot(lease, tokens // self.page_size, place)
+            self._window.keep_snapshot(lease, boundary, place)
+        if self._states and lease.is_sharing:
+            self._states.keep_snapshot(lease, boundary, place)
+            if place is Place.PROMPT_END:
+                self._states.keep_intervals(lease, boundary)
+
+    def next_stop(self, lease: Lease) -> int | None:
+        """Return the next token at which a chunk of `lease` ends, so that a snapshot can be kept; None for none."""
+        return self._states.next_stop(lease) if self._states else None
 
     def snapshot_of(self, page: int) -> int | None:
         """Return the exact page that is attached to a page of the tree, None if there is none."""
         return self._window.snapshots.value_of(page) if self._window else None
 
-    def reserve(self, lease: Lease, upto: int, num_drafts: int = 0) -> None:
-        """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
+    def reserve(self, lease: Lease, upto: int, num_drafts: int = 0, *, start: int | None = None) -> None:
+        """Allocate pages until `lease` has room for `upto` tokens, and what else its next step needs.
 
         Args:
             lease: an open lease.
             upto: tokens that are stored once the next chunk is computed.
             num_drafts: the last ones of them, of which a commit may take back any part.
+            start: the chunk's first token; None: what follows after all that was reserved.
 
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
@@ -262,6 +284,8 @@ class CacheManager:
             self._reserve_pages(lease, needed)
         if window:
             window.reserve(lease, upto, num_drafts)
+        if self._states:
+            self._states.reserve(lease, lease.num_reserved_tokens if start is None else start)
         lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
@@ -285,18 +309,20 @@ class CacheManager:
             # a shared page must lie below pages of the tree that the lease itself holds.
             lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
             lease.num_shared_pages += lease.is_sharing
-        if self._window:
-            self._window.commit(lease, previous)
+        for books in (self._window, self._states):
+            if books:
+                books.commit(lease, previous)
 
     def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them.
 
-        With an exact window, a snapshot at its last full page stays. is_preempted: the request will come back.
+        A snapshot at its last full page stays, where there are any. is_preempted: the request will come back.
         """
         self.leases.remove(lease)
-        if self._window:
-            # While the tree has the pages of this lease.
-            self._window.release(lease, is_preempted)
+        for books in (self._window, self._states):
+            if books:
+                # While the tree has the pages of this lease.
+                books.release(lease, is_preempted)
         if self.residency:
             # The residency comes first: a page must have no users there when the allocator frees it.
             # In reverse, so that the beginning of a prefix is evicted last.
@@ -353,8 +379,9 @@ class CacheManager:
     def clear(self) -> None:
         """Empty the prefix cache. Open leases keep their pages, which are private from now on."""
         self._radix.clear()
-        if self._window:
-            self._window.snapshots.clear()
+        for books in (self._window, self._states):
+            if books:
+                books.snapshots.clear()
         for lease in self.leases:
             # Pages that left the tree cannot be parents in it, so these leases share no more.
             lease.num_shared_pages, lease.is_sharing = 0, False
@@ -374,9 +401,16 @@ class CacheManager:
             self.residency.check_integrity(resident, (lease.hot_frames for lease in self.leases))
         for lease in self.leases:
             self._check_lease(lease)
-        if self._window:
-            nodes = [page in self._radix for page in range(self._allocator.num_pages)]
-            self._window.check_integrity(self.leases, nodes)
+        nodes = [page in self._radix for page in range(self._allocator.num_pages)]
+        for books in (self._window, self._states):
+            if books:
+                books.check_integrity(self.leases, nodes)
+
+    def _drop_snapshots(self, page: int) -> None:
+        """Detach what is attached to a page that leaves the tree."""
+        for books in (self._window, self._states):
+            if books:
+                books.snapshots.drop(page)
 
     def _reserve_pages(self, lease: Lease, needed: int) -> None:
         """Allocate `needed` more pages. Raises OutOfPages, with nothing changed."""
@@ -416,7 +450,11 @@ class CacheManager:
         lease.num_shared_pages += len(pages)
         start = lease.num_stored_tokens
         if self._window:
-            self._window.resume(lease)
+            self._window.resume(lease, self._states.has_snapshot if self._states else None)
+            if self._states and lease.num_stored_tokens > start:
+                self._states.take_snapshot(lease)
+        elif self._states:
+            self._states.resume(lease)
         else:
             lease.num_stored_tokens = lease.num_shared_pages * self.page_size
         lease.num_reserved_tokens = lease.num_stored_tokens

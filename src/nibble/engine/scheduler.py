@@ -308,7 +308,7 @@ class Scheduler:
             self._count_hit(request, hit)
         # The first request of all gets a token at least, even where a slice is nothing.
         reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        demand = {one: min(one.num_tokens - one.num_computed_tokens, self.chunk) for one in prompts}
+        demand = {one: min(self._chunk_end(one) - one.num_computed_tokens, self.chunk) for one in prompts}
         # Decodes come first, up to the share that is reserved for prompts and that they can use.
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)
@@ -317,6 +317,11 @@ class Scheduler:
         split.update((one, share) for one, share in zip(selected, shares, strict=True) if share)
         self._limit_logprob_rows(split)
         return split
+
+    def _chunk_end(self, request: Request) -> int:
+        """Return where the next chunk of a prompt ends at the latest."""
+        stop = self.manager.next_stop(request.lease)
+        return request.num_tokens if stop is None else min(request.num_tokens, stop)
 
     def _limit_logprob_rows(self, split: dict[Request, int]) -> None:
         """Shorten chunks, the last ones first, so that a step has no more than max_logprob_rows."""
@@ -391,7 +396,7 @@ class Scheduler:
 
     def _keep_branch(self, request: Request, leader: Request) -> None:
         """Keep a snapshot where the tokens of `request` leave those of `leader`, which computes what they share."""
-        if self.manager.window is None or self._leaders.get(request) is leader.lease:
+        if not self.manager.keeps_snapshots or self._leaders.get(request) is leader.lease:
             return
         self._leaders[request] = leader.lease
         size, end = self.manager.page_size, request.lease.num_shared_pages * self.manager.page_size
@@ -407,7 +412,7 @@ class Scheduler:
         upto = request.num_computed_tokens + count
         while True:
             try:
-                self.manager.reserve(request.lease, upto)
+                self.manager.reserve(request.lease, upto, start=request.num_computed_tokens)
                 return True
             except OutOfPages as error:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
