@@ -19,6 +19,8 @@ BUNDLED = ("demo", "demo-mla")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
 ACTIVATIONS = ("auto", "bf16", "fp8")
+STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
+"""How recurrent states are kept; kernels/state_formats.py has them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
 MAX_WINDOW = 4096
@@ -99,6 +101,16 @@ class Config:
         "auto",
         "Global KV scales: auto (the checkpoint's, else kv_scales.json beside it, else measured at the start), a JSON "
         "file, calibrate (measured), or one (1.0).",
+    )
+    state_format: str = option(
+        "fp32",
+        "Recurrent states of hybrid models: fp32, bf16, fp8 or int8 (with a scale for each row). They are rounded every "
+        "16 tokens, not at each.",
+    )
+    state_interval: int = option(
+        2048,
+        "Tokens of a prompt after which a snapshot of recurrent states is kept for requests that begin alike, in whole "
+        "pages; 0: only where prompts branch or end.",
     )
     page_size: int | None = option(None, "Tokens per page; chosen jointly with the backends if left out.")
     packing: str | None = option(
@@ -211,6 +223,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.state_interval < 0:
+            raise ConfigError(f"state_interval must be a number of tokens, or 0, not {self.state_interval}")
         if self.kv_window is not None and not 0 <= self.kv_window <= MAX_WINDOW:
             raise ConfigError(f"kv_window must lie in [0, {MAX_WINDOW}], not {self.kv_window}")
         if not 0 <= self.kv_sinks <= MAX_SINKS:
@@ -226,7 +240,10 @@ class Config:
         self._check_watch()
 
     def _check_names(self) -> None:
-        choices = ("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS), ("activations", ACTIVATIONS)
+        choices = (
+            ("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS), ("activations", ACTIVATIONS),
+            ("state_format", STATE_FORMATS),
+        )  # fmt: skip
         for name, names in choices:
             if getattr(self, name) not in names:
                 raise ConfigError(unknown(name, getattr(self, name), names))

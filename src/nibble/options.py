@@ -25,6 +25,8 @@ class ConfigOptions(TypedDict, total=False):
     kv_encoder: str
     kv_transforms: str
     kv_scales: str | os.PathLike[str]
+    state_format: str
+    state_interval: int
     page_size: int | None
     packing: str | None
     attention_backend: str

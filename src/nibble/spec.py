@@ -140,6 +140,10 @@ class CacheSpec:
     """Tokens that a query reads in the compute dtype: those nearer than this; None where the plan decides."""
     sinks: int
     """First tokens that all queries read in the compute dtype, before they are rounded up to pages."""
+    state_format: str
+    """Of recurrent states."""
+    state_interval: int
+    """Tokens of a prompt after which a snapshot of states is kept, 0 for none inside prompts."""
     chooses_transforms: bool
     """Whether the plan decides on the transforms of K of schemes that name none."""
 
@@ -171,6 +175,8 @@ class CacheSpec:
             watches_fidelity=bool(config.watch_fidelity),
             window=_window(config, file),
             sinks=config.kv_sinks,
+            state_format=config.state_format,
+            state_interval=config.state_interval,
             chooses_transforms=schemes.parse_transforms(config.kv_transforms) is None,
         )
 

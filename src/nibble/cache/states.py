@@ -165,8 +165,7 @@ class StateBooks:
         stored = lease.num_stored_tokens
         self._stats.replayed_tokens += max(min(stored, lease.replay_until) - previous, 0)
         # The step that has copied it is done.
-        if stored > lease.resumed_at:
-            self._release_source(lease)
+        self._release_source(lease)
         full = stored // self.page_size
         for boundary in [b for b in lease.state_boundaries if b in lease.saved_states and b <= full]:
             self._attach(lease, boundary, lease.saved_states[boundary], lease.state_boundaries[boundary])

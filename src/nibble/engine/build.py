@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nibble import threads
 from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.resolve import require_runnable
+from nibble.attention.planner.state_memory import SPARE_SLOTS
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
 from nibble.cache.exact_window import ExactWindow
@@ -24,6 +25,8 @@ from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
+from nibble.cache.state_pool import StatePool
+from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
@@ -41,6 +44,8 @@ from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware
+from nibble.kernels import cdiv
+from nibble.model_spec import NO_LAYER
 from nibble.models import compile_cache, invariant
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
@@ -177,7 +182,8 @@ def build(
             exact=exact.pool if exact else None,
         )  # fmt: skip
         tier = _tier(engine_plan, pool, scales)
-    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact)
+        states = _state_pool(engine_plan, poison)
+    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact, states)
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)
     warm_up(engine.runner, config, budget, startup, engine.scheduler.limit, test=test)
@@ -249,6 +255,27 @@ def _exact_cache(engine_plan: EnginePlan, poison: bool) -> ExactCache | None:
     return ExactCache(plan.window, pool, plan.sinks)
 
 
+def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
+    """Return the slots of recurrent states, if the model has any."""
+    states, device = engine_plan.budget.states, engine_plan.hardware.device
+    if states is None:
+        return None
+    return StatePool(
+        engine_plan.model_spec.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
+        poison=poison,
+    )  # fmt: skip
+
+
+def _state_slots(engine_plan: EnginePlan) -> StateSlots | None:
+    """Return the slots of recurrent states, if the model has any."""
+    states, page_size = engine_plan.budget.states, engine_plan.plan.page_size
+    if states is None:
+        return None
+    # One lease more: that of the start-up test.
+    interval = cdiv(engine_plan.config.state_interval, page_size)
+    return StateSlots(states.slots + 1, states.requests + 1, interval)
+
+
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
     """Return the error monitor, if the config asks for it."""
     config = engine_plan.config
@@ -267,6 +294,7 @@ def _engine(
     tokenizer: Tokenizer | None,
     tier: HotBuffers | None,
     exact: ExactCache | None,
+    states: StatePool | None,
 ) -> Engine:
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
@@ -274,30 +302,35 @@ def _engine(
     window = None
     if budget.exact:
         window = ExactWindow(
-            plan.window, len(plan.owner), budget.exact.pages, budget.exact.snapshots,
+            plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
             num_sinks=plan.sinks // plan.page_size,
         )  # fmt: skip
-    manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency, window)
+    manager = CacheManager(
+        pool.pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
+    )
     scheduler = Scheduler(
         manager,
-        max_running=budget.exact.requests if budget.exact else config.max_running,
+        max_running=budget.requests or config.max_running,
         token_budget=budget.step_tokens,
         max_context=max_context,
         can_grow=max_context < context_limits(model.config.get_text_config())[1],
         max_logprob_rows=max(1, STEP_LOGITS // engine_plan.model_spec.vocab_size),
     )
     empty_page = exact.empty_page if exact else None
-    tables = PageTables(config.max_running + 1, budget.table_width, hardware.device, empty_page)
+    tables = PageTables(
+        config.max_running + 1, budget.table_width, hardware.device, empty_page,
+        states.num_slots - 1 if states else None,
+    )  # fmt: skip
     run = _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
-        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact),
+        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states),
         sampler=Sampler(config.seed, fixed_shapes=config.deterministic),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         # Pages of another layout or of other scales must never be shared.
-        namespace=f"{plan.fingerprint}/{scales.version}",
+        namespace=f"{plan.fingerprint}/{scales.version}" + (f"/{config.state_format}" if states else ""),
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.

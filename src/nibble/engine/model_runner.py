@@ -23,14 +23,18 @@ from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, StepContext
 from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan
+from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
+from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
 from nibble.kernels import cdiv
+from nibble.kernels.recurrence import StateBatch
+from nibble.kernels.state_formats import BLOCK
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -150,6 +154,7 @@ class ModelRunner:
         run: how the model is run; None: as it is.
         tier: the pool's, where a host tier holds what it has no room for.
         exact: the newest tokens in the compute dtype, with an exact window.
+        states: slots of recurrent states, where layers have any.
     """
 
     model: nn.Module
@@ -160,6 +165,7 @@ class ModelRunner:
     run: Forward | None = None
     tier: HotBuffers | None = None
     exact: ExactCache | None = None
+    states: StatePool | None = None
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
@@ -184,6 +190,8 @@ class ModelRunner:
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
+        if self.states:
+            self._copy_states(scheduled, self.states)
         if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
             logits = self._replay(scheduled, self.graphs, probe)
         else:
@@ -235,7 +243,13 @@ class ModelRunner:
         count = len(token_ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
         self._sampled_rows_S = sampled_rows_S
-        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, self._context(meta, probe))
+        states = self._recurrent_states(
+            [item.request.lease.state_slot for item in scheduled],
+            [item.start for item in scheduled],
+            [item.num_tokens for item in scheduled],
+        )
+        context = self._context(meta, probe, states)
+        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
         return logits[: len(logit_rows)]
 
     def _metadata(
@@ -301,6 +315,7 @@ class ModelRunner:
     def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
         places, pages = map(packed.add, self.tables.take_updates())
+        slot_rows, slots = map(packed.add, self.tables.take_slots())
         exact_updates = self.tables.exact.add_updates(packed) if self.tables.exact else None
         tier_updates = None
         if self.tier:
@@ -309,16 +324,43 @@ class ModelRunner:
         sent = packed.send(self.device)
         if places.start < places.stop:
             self.tables.apply(sent[places], sent[pages].int())
+        if self.tables.slots_R is not None and slots.start < slots.stop:
+            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots])
         if self.tables.exact and exact_updates:
             self.tables.exact.apply(sent, exact_updates)
         if self.tier and tier_updates:
             self.tier.apply_updates(sent, tier_updates)
         return sent
 
-    def _context(self, meta: AttentionMetadata, probe: AttentionObserver | None = None) -> StepContext:
+    def _context(
+        self,
+        meta: AttentionMetadata,
+        probe: AttentionObserver | None = None,
+        states: RecurrentStates | None = None,
+    ) -> StepContext:
         return StepContext(
-            self.plan, self.pool, self.backends, meta, self.tier, observer=probe, exact=self.exact
+            self.plan, self.pool, self.backends, meta, self.tier, observer=probe, exact=self.exact, recurrent=states
         )
+
+    # Recurrent states
+
+    def _copy_states(self, scheduled: Sequence[ScheduledRequest], states: StatePool) -> None:
+        """Make the copies of slots that come before a step, each once."""
+        leases = [item.request.lease for item in scheduled]
+        states.copy([pair for lease in leases for pair in lease.state_copies])
+        for lease in leases:
+            lease.state_copies = []
+
+    def _recurrent_states(
+        self, slots: Sequence[int | None], starts: Sequence[int], lengths: Sequence[int]
+    ) -> RecurrentStates | None:
+        """Return the recurrent states of a step, where layers have any; lengths: of tokens that nobody takes back."""
+        if self.states is None:
+            return None
+        states_at = tuple(start // BLOCK * BLOCK for start in starts)
+        known = tuple(slot for slot in slots if slot is not None)
+        batch = StateBatch(known, tuple(starts), tuple(lengths), states_at, tuple(lengths))
+        return RecurrentStates(self.states.layers, batch)
 
     # Steps of decodes alone
 
@@ -380,9 +422,17 @@ class ModelRunner:
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
-        ctx = self._context(self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B), probe)
+        states = self._states_of_rows(rows_B, positions_B) if self.states else None
+        ctx = self._context(self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B), probe, states)
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
         graphs.store_logits(logits)
+
+    def _states_of_rows(self, rows_B: Tensor, positions_B: Tensor) -> RecurrentStates | None:
+        """Return the recurrent states of a step of decodes; on a CPU, which reads positions at once."""
+        assert self.tables.slots_R is not None
+        count = int((positions_B >= 0).sum())  # padding comes last
+        slots, starts = self.tables.slots_R[rows_B[:count]].tolist(), positions_B[:count].tolist()
+        return self._recurrent_states(slots, starts, [1] * count)
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""

@@ -42,10 +42,16 @@ class PageTables:
         width: most pages of a lease.
         device: where the tables lie.
         empty_page: with an exact window, the exact page that stands for one that is not kept.
+        empty_slot: with recurrent states, the slot of padding.
     """
 
     def __init__(
-        self, rows: int, width: int, device: torch.device | str, empty_page: int | None = None
+        self,
+        rows: int,
+        width: int,
+        device: torch.device | str,
+        empty_page: int | None = None,
+        empty_slot: int | None = None,
     ) -> None:
         self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         """Page ids. A step sends only those that are new."""
@@ -63,6 +69,13 @@ class PageTables:
         """The exact pages of leases, with an exact window."""
         if empty_page is not None:
             self.exact = ExactTable(self.table_RN, empty_page)
+        self.slots_R: Tensor | None = None
+        """int64 slots of recurrent states, where there are any."""
+        if empty_slot is not None:
+            self.slots_R = torch.full((rows + 1,), empty_slot, dtype=torch.int64, device=device)
+        self._slots: dict[int, int] = {}
+        """What the device knows of them by row."""
+        self._new_slots: dict[int, int] = {}
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""
@@ -77,6 +90,8 @@ class PageTables:
             self._num_filled[row] = len(pages)
         if self.exact:
             self.exact.update(row, lease)
+        if (slot := lease.state_slot) is not None and self._slots.get(row) != slot:
+            self._slots[row] = self._new_slots[row] = slot
         return row
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -84,6 +99,11 @@ class PageTables:
         updates = self._new_places, self._new_pages
         self._new_places, self._new_pages = [], []
         return updates
+
+    def take_slots(self) -> tuple[list[int], list[int]]:
+        """Return rows and their slots of recurrent states that the device does not have yet, each once."""
+        updates, self._new_slots = self._new_slots, {}
+        return list(updates), list(updates.values())
 
     def apply(self, places: Tensor, pages: Tensor) -> None:
         """Write new page ids into the table."""

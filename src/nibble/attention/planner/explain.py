@@ -235,6 +235,7 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
         "budget": {name: getattr(budget, name) for name in names} if budget else None,
         "exact": _exact_facts(plan, budget) if budget else None,
+        "states": _state_facts(budget) if budget else None,
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget and budget.host else None,
         "notes": list(plan.notes),
@@ -398,10 +399,30 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
     if budget.exact:
         yield from _exact(plan, budget)
+    if budget.states:
+        yield from _states(budget)
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
     yield from map(str, staging_costs(plan, budget.context))
+
+
+def _state_facts(budget: MemoryPlan) -> dict[str, Any] | None:
+    """Return the memory of recurrent states, and how many stored tokens one request's weigh."""
+    if not budget.states:
+        return None
+    states = budget.states
+    return asdict(states) | {"bytes": states.bytes, "tokens": states.bytes_per_slot // budget.bytes_per_token}
+
+
+def _states(budget: MemoryPlan) -> Iterator[str]:
+    states, facts = budget.states, _state_facts(budget)
+    assert states and facts
+    yield (
+        f"recurrent states {format_bytes(states.bytes)} in {states.format}: {states.requests:,} requests at a time, "
+        f"{states.snapshots:,} snapshots of prefixes"
+    )
+    yield f"  a request's: {format_bytes(states.bytes_per_slot)}, as much as {facts['tokens']:,} tokens of the cache"
 
 
 def _exact_facts(plan: Plan, budget: MemoryPlan) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nibble import formats
-from nibble.attention.planner import window_memory
+from nibble.attention.planner import state_memory, window_memory
 from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
@@ -117,6 +117,14 @@ class MemoryPlan:
     """Of the host's memory."""
     exact: window_memory.ExactMemory | None = None
     """The exact window's part, where there is one."""
+    states: state_memory.StateMemory | None = None
+    """That of recurrent states, where the model has any."""
+
+    @property
+    def requests(self) -> int | None:
+        """Most requests that run at a time where the exact window or states say so; None where max_running does."""
+        limits = [part.requests for part in (self.exact, self.states) if part]
+        return min(limits) if limits else None
 
     @property
     def workspace(self) -> int:
@@ -210,9 +218,10 @@ class MemoryPlanner:
         step, layout = self.step, self.cache_plan.layout
         self._check_host()
         room, limit = self._pool_room()
-        exact = window_memory.divide(self.cache_plan, self.spec, room)
+        exact, states = self._divide(room)
         window_memory.check(self.cache_plan, exact, room)
-        split = self._split_pages(room - (exact.bytes if exact else 0))
+        state_memory.check(states, room)
+        split = self._split_pages(room - sum(part.bytes for part in (exact, states) if part))
         # Index keys of all pages stay on the device; the rest lies in frames.
         frame = layout.without_index.bytes_per_page
         result = MemoryPlan(
@@ -238,6 +247,7 @@ class MemoryPlanner:
             tier=self.hot_buffer_bytes + split.pages * PLACE_BYTES if split.host else 0,
             host=split.host,
             exact=exact,
+            states=states,
         )
         self._check_pool(result)
         return result
@@ -404,6 +414,12 @@ class MemoryPlanner:
         """Pages of the longest request."""
         return cdiv(self.step.context, self.cache_plan.page_size)
 
+    def _divide(self, room: int) -> tuple[window_memory.ExactMemory | None, state_memory.StateMemory | None]:
+        """Return what the exact window and recurrent states take of `room` bytes."""
+        exact = window_memory.divide(self.cache_plan, self.spec, room)
+        requests = exact.requests if exact else self.spec.max_running
+        return exact, state_memory.divide(self.model, self.spec, self.cache_plan.dtype, room, requests)
+
     def _split_pages(self, room: int) -> PageSplit:
         """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""
         tier, pages = self.cache_plan.tier, room // self.cache_plan.layout.bytes_per_page
@@ -477,8 +493,8 @@ class MemoryPlanner:
         if self.cache_plan.tier is None:  # a tier has pages that need no room on the device
             useful, reason = self.useful_tokens
             useful_bytes = useful * self.cache_plan.layout.bytes_per_token
-            exact = window_memory.divide(self.cache_plan, self.spec, useful_bytes)
-            limits.append((useful_bytes + (exact.bytes if exact else 0), reason))
+            parts = self._divide(useful_bytes)
+            limits.append((useful_bytes + sum(part.bytes for part in parts if part), reason))
         if self.device.is_cpu:
             limits.append((int(self.device.memory * CPU_SHARE), f"{CPU_SHARE:.0%} of memory"))
         # Pairs compare by bytes first, and the reason comes along.
@@ -500,10 +516,15 @@ class MemoryPlanner:
     def least_bytes(self) -> int:
         """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
         pages = self.request_pages * self.cache_plan.layout.bytes_per_page
-        pages += window_memory.least_bytes(self.cache_plan)
+        pages += window_memory.least_bytes(self.cache_plan) + self.least_state_bytes
         # A CPU gives a part of its memory to pages.
         share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
         return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)
+
+    @property
+    def least_state_bytes(self) -> int:
+        """What recurrent states take where one request runs at a time."""
+        return state_memory.least_bytes(self.model, self.spec, self.cache_plan.dtype)
 
     @property
     def shortfall(self) -> str:
@@ -537,7 +558,9 @@ class MemoryPlanner:
         shorter = f"--max-context {result.tokens}; " if result.tokens else ""
         # Of what is asked for, snapshots of prefixes get their share.
         share = window_memory.SNAPSHOT_SHARE if self.cache_plan.window and self.spec.prefix_cache else 0.0
+        share += state_memory.SNAPSHOT_SHARE if self.model.states and self.spec.prefix_cache else 0.0
         least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(self.cache_plan)
+        least += self.least_state_bytes
         mib = cdiv(int(least / (1 - share)), 1 << 20)
         raise CapacityError(
             f"the pool is too small: {format_bytes(result.pool)} ({result.limit}) is {result.pages} pages of {size} "

@@ -20,7 +20,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
-from nibble.model_spec import ModelSpec, Phase
+from nibble.model_spec import NO_LAYER, ModelSpec, Phase
 from nibble.spec import CacheSpec
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
@@ -100,7 +100,7 @@ class PlanRequest:
     @property
     def _schemes(self) -> set[Scheme]:
         stored = self.spec.scheme_by_layer(self.model_spec.layers)
-        return {stored[owner] for owner in self.model_spec.owner}
+        return {stored[owner] for owner in self.model_spec.owner if owner != NO_LAYER}
 
     @cached_property
     def parts(self) -> tuple[SchemeGroup, ...]:

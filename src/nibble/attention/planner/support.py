@@ -20,7 +20,7 @@ from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
-from nibble.model_spec import LayerGroup, ModelSpec, Phase
+from nibble.model_spec import NO_LAYER, LayerGroup, ModelSpec, Phase
 from nibble.spec import CacheSpec
 
 
@@ -350,6 +350,11 @@ def _check_shared(spec: CacheSpec, model_spec: ModelSpec) -> None:
     """Raise ConfigError where a rule is about a layer that stores nothing, and says otherwise than its owner's."""
     by_layer = spec.scheme_by_layer(model_spec.layers)
     named = {layer for rule in spec.layer_rules for layer in rule.indices(model_spec.layers)}
+    if without := [layer for layer in sorted(named) if model_spec.owner[layer] == NO_LAYER]:
+        raise ConfigError(
+            f"--kv-layers has no effect on layers {format_layers(without)} of {model_spec.model}: they keep no keys and "
+            "values; what --state-format says holds for recurrent states"
+        )
     idle = [layer for layer in sorted(named) if by_layer[layer] != by_layer[model_spec.owner[layer]]]
     if idle:
         owners = {model_spec.owner[layer] for layer in idle}
@@ -365,7 +370,7 @@ def shared_kv_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:
     return tuple(
         f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {schemes[owner].name}"
         for layer, owner in enumerate(model_spec.owner)
-        if schemes[layer] != schemes[owner]
+        if owner != NO_LAYER and schemes[layer] != schemes[owner]
     )
 
 

@@ -1,0 +1,76 @@
+"""The recurrent states' part of the memory plan: slots of running requests, and of snapshots of prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nibble.errors import CapacityError
+from nibble.hardware import format_bytes
+from nibble.kernels.state_formats import state_bytes
+from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
+
+STATE_SHARE = 0.5
+"""Largest part of the cache's memory that the states of running requests take."""
+SNAPSHOT_SHARE = 0.2
+"""Part of the cache's memory for snapshots of prefixes."""
+SPARE_SLOTS = 2
+"""Slots that are no request's: of the start-up test, and of rows that pad a recorded step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Slots of fixed size that hold the states of all layers."""
+
+    requests: int
+    """That may run at a time."""
+    slots: int
+    """All of them: of requests, and of snapshots."""
+    snapshots: int
+    """Slots beside those of running requests."""
+    bytes_per_slot: int
+    format: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots, with those that are no request's."""
+        return (self.slots + SPARE_SLOTS) * self.bytes_per_slot
+
+
+def slot_bytes(model: ModelSpec, format: str, dtype: str, max_drafts: int = 0) -> int:
+    """Return the bytes of a request's states in all layers, buffered inputs included."""
+    return sum(len(group.layers) * state_bytes(group, format, dtype, max_drafts) for group in model.states)
+
+
+def divide(model: ModelSpec, spec: CacheSpec, dtype: str, room: int, requests: int) -> StateMemory | None:
+    """Return the states' part of `room` bytes; None for a model without any.
+
+    Args:
+        model: The model.
+        spec: What is requested.
+        dtype: The compute dtype.
+        room: Bytes of the cache.
+        requests: Most that run at a time for other reasons.
+    """
+    if not model.states:
+        return None
+    size = slot_bytes(model, spec.state_format, dtype)
+    # Where memory is short, fewer requests run at a time: pages are worth more than their number.
+    running = min(requests, max(1, int(STATE_SHARE * room) // size))
+    snapshots = int(SNAPSHOT_SHARE * room) // size if spec.prefix_cache else 0
+    return StateMemory(running, running + snapshots, snapshots, size, spec.state_format)
+
+
+def check(states: StateMemory | None, room: int) -> None:
+    """Raise CapacityError where states leave nothing of `room` bytes."""
+    if states and states.bytes >= room:
+        raise CapacityError(
+            f"the recurrent states of one request take {format_bytes(states.bytes_per_slot)}, and the cache has "
+            f"{format_bytes(room)} for {states.slots + SPARE_SLOTS} of them; what would help: a smaller --state-format, "
+            "or a larger --kv-memory"
+        )
+
+
+def least_bytes(model: ModelSpec, spec: CacheSpec, dtype: str) -> int:
+    """Return what states take where one request runs at a time, without snapshots."""
+    return (1 + SPARE_SLOTS) * slot_bytes(model, spec.state_format, dtype) if model.states else 0

@@ -1,0 +1,54 @@
+"""The bytes of recurrent states: slots of all layers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from nibble.kernels.recurrence import LayerState, copy_slots, layer_state
+from nibble.model_spec import RecurrentGroup
+
+
+class StatePool:
+    """Slots 0 to num_slots - 1 in the tensors of every layer; nothing in them is ever cleared.
+
+    Args:
+        groups: layers with recurrent states.
+        num_slots: of leases and of snapshots.
+        format: of matrices, one of kernels/state_formats.FORMATS.
+        dtype: the compute dtype, as torch calls it.
+        device: where they lie.
+        poison: fill them with NaN where a format can, to show reads of what was never written.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[RecurrentGroup],
+        num_slots: int,
+        format: str,
+        dtype: str,
+        device: torch.device | str,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.num_slots = num_slots
+        self.layers: dict[int, LayerState] = {}
+        """By layer."""
+        for group in groups:
+            for layer in group.layers:
+                self.layers[layer] = layer_state(group, num_slots, format, dtype, 0, device)
+        if poison:
+            self.poison()
+
+    def poison(self) -> None:
+        """Fill all slots with bytes that are NaN in floating-point formats."""
+        for state in self.layers.values():
+            for tensor in (*state.planes, state.keys_SPGK, state.updates_SPHV, state.decays, state.inputs_SPC):
+                tensor.view(torch.uint8).fill_(255) if tensor.numel() else None
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots in all layers, all reads before all writes; pairs: from, to."""
+        if pairs := tuple(pairs):
+            sources, targets = zip(*pairs, strict=True)
+            copy_slots(tuple(self.layers.values()), sources, targets)
