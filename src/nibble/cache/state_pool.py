@@ -44,7 +44,13 @@ class StatePool:
     def poison(self) -> None:
         """Fill all slots with bytes that are NaN in floating-point formats."""
         for state in self.layers.values():
-            for tensor in (*state.planes, state.keys_SPGK, state.updates_SPHV, state.decays, state.inputs_SPC):
+            for tensor in (
+                *state.planes,
+                state.keys_SPGK,
+                state.updates_SPHV,
+                state.decays,
+                state.inputs_SPC,
+            ):
                 tensor.view(torch.uint8).fill_(255) if tensor.numel() else None
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -40,6 +40,8 @@ from nibble.cache import scales as kv_scales
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import E4M3_MAX, KVScales, LayerScales, StreamScale
+from nibble.cache.state_pool import StatePool
+from nibble.cache.states import StateSlots
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
@@ -53,6 +55,7 @@ from nibble.model_spec import LATENT
 from nibble.models.checkpoint import find_broken_weight
 from nibble.models.hub import local_folder
 
+EXACT_STATES = "fp32"
 CALIBRATION_TOKENS = 8192
 """Most tokens of text that scales are measured on."""
 START_TOKENS_CPU = 1024
@@ -121,10 +124,14 @@ def measure_scales(
     lengths = [cdiv(len(piece), plan.page_size) for piece in pieces]
     pool = PagedPool(plan.layout, sum(lengths), kv_scales.NONE, cache_plan.hardware.device)
     # All prompts stay in the cache, so that statistics need not be gathered on the way.
-    tables = PageTables(len(pieces), max(lengths), pool.device)
-    runner = ModelRunner(model, plan, pool, adapters(plan), tables)
+    groups, count = cache_plan.model_spec.states, len(pieces)
+    states = StatePool(groups, count, EXACT_STATES, plan.dtype, pool.device) if groups else None
+    tables = PageTables(count, max(lengths), pool.device)
+    runner = ModelRunner(model, plan, pool, adapters(plan), tables, states=states)
     # A page from the prefix cache would be counted twice.
-    manager = CacheManager(pool.pages, plan.page_size, prefix_cache=False)
+    manager = CacheManager(
+        pool.pages, plan.page_size, prefix_cache=False, states=StateSlots(count, count) if groups else None
+    )
     slots = [slot for piece in pieces for slot in _prefill(runner, manager, piece, step_tokens)]
 
     def explain(layer: int, what: str) -> Exception:
@@ -148,9 +155,9 @@ def _prefill(
     """Compute a prompt, whose pages stay reserved, and return its tokens' slots."""
     request = Request("calibration", ids)
     request.lease = manager.open(request.token_ids, "", private=True)
-    manager.reserve(request.lease, len(ids))
     for start in range(0, len(ids), step_tokens):
         item = ScheduledRequest.next_chunk(request, min(step_tokens, len(ids) - start))
+        manager.reserve(request.lease, item.end)
         runner.forward(Batch((item,)))
         manager.commit(request.lease, request.token_ids, item.end)
     size, pages = manager.page_size, request.lease.pages

@@ -339,7 +339,14 @@ class ModelRunner:
         states: RecurrentStates | None = None,
     ) -> StepContext:
         return StepContext(
-            self.plan, self.pool, self.backends, meta, self.tier, observer=probe, exact=self.exact, recurrent=states
+            self.plan,
+            self.pool,
+            self.backends,
+            meta,
+            self.tier,
+            observer=probe,
+            exact=self.exact,
+            recurrent=states,
         )
 
     # Recurrent states
