@@ -23,7 +23,7 @@ TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
     "cache/lease", "cache/snapshots", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
-    "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "kernels/weight_formats", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
+    "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "kernels/weight_formats", "kernels/state_formats", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
@@ -35,6 +35,7 @@ BOOKS = (
     "nibble.spec",
     "nibble.cache.layout",
     "nibble.kernels",
+    "nibble.kernels.state_formats",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.request",
@@ -58,6 +59,7 @@ FOREIGN = {
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization", "models/online",
     "kernels/quantized_linear/quantize",  # formats of weights
+    "kernels/state_formats",  # formats of recurrent states
     "evals/thresholds",  # what is asked of models with them
 )  # fmt: skip
 LONGEST_FILE = 600

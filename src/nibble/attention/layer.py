@@ -20,6 +20,7 @@ from torch import Tensor
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.sinks import SinkParts, sink_params
 from nibble.attention.staging import PagePart, cut_parts, dequantize_pages
 from nibble.attention.window import (
@@ -330,6 +331,8 @@ class StepContext:
     observer: AttentionObserver | None = None
     exact: ExactCache | None = None
     """Where the newest tokens are kept in the compute dtype, if they are."""
+    recurrent: RecurrentStates | None = None
+    """Of models with recurrent layers."""
     states: StepStates = field(default_factory=StepStates, init=False)
     """What backends prepared for this step."""
 

@@ -1,12 +1,12 @@
-"""The operators that a compiler of models calls for attention, and does not look into.
+"""The operators that a compiler of models calls for attention and for recurrent states, and does not look into.
 
-`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py. What a step stores and reads
-does not pass through the compiled model: the operator is given a number, and finds there the StepContext that the
+`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py, `nibble::causal_conv`,
+`nibble::recurrence` and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass through the compiled model: the operator is given a number, and finds there the StepContext that the
 model's owner has set. So there is no current step of the process: any number of engines may run side by side. The
 number is an input of the compiled model and no constant, so all engines of a model have the same code, in this process
 and in the next.
 
-Shape suffixes: T tokens, H query heads, D values of a head.
+Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent states are in recurrent.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from nibble.attention import recurrent
 from nibble.attention.layer import StepContext, attention, select_topk
 from nibble.kernels.types import AttentionParams
 
@@ -76,6 +77,55 @@ def select_topk_op(
     return torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
 
 
+def conv_op(
+    step: Step, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Call recurrent.conv() by way of the operator -> [T, C].
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        x: new inputs [T, C].
+        weight: taps [C, W].
+        bias: [C].
+        activation: Name of a function of the output.
+    """
+    return torch.ops.nibble.causal_conv(x, weight, bias, activation, step.number, layer)
+
+
+def recurrence_op(
+    step: Step, layer: int, q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, *, delta: bool
+) -> Tensor:
+    """Call recurrent.recurrence() by way of the operator -> [T, H, V].
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        q: queries [T, G, K].
+        k: keys [T, G, K].
+        x: values [T, H, V].
+        log_decay: [T, H], or [T, H, K].
+        beta: [T, H].
+        delta: whether the delta rule applies.
+    """
+    return torch.ops.nibble.recurrence(q, k, x, log_decay, beta, step.number, layer, delta)
+
+
+def selective_op(step: Step, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """Call recurrent.selective() by way of the operator -> [T, C].
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        x: new inputs [T, C].
+        dt: step sizes [T, C].
+        A: log decays of a step of size 1, [C, N].
+        B: weights of inputs [T, N].
+        C: weights of the state [T, N].
+    """
+    return torch.ops.nibble.selective(x, dt, A, B, C, step.number, layer)
+
+
 def _context(step: Tensor) -> StepContext:
     ctx = _steps[int(step)].context
     assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
@@ -114,3 +164,45 @@ torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
 _library.define("select(Tensor q, Tensor key, Tensor weights, Tensor step, int layer, int top_k) -> Tensor")
 _library.impl("select", _select, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::select", _select_fake, lib=_library)
+
+
+def _causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, step: Tensor, layer: int
+) -> Tensor:
+    return recurrent.conv(_context(step).recurrent, layer, x, weight, bias, activation).contiguous()
+
+
+def _recurrence(
+    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, step: Tensor, layer: int, delta: bool
+) -> Tensor:
+    states = _context(step).recurrent
+    return recurrent.recurrence(states, layer, q, k, x, log_decay, beta, delta=delta).contiguous()
+
+
+def _selective(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, step: Tensor, layer: int
+) -> Tensor:
+    return recurrent.selective(_context(step).recurrent, layer, x, dt, A, B, C).contiguous()
+
+
+def _like_x(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _recurrence_fake(q: Tensor, k: Tensor, x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_library.define(
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor step, int layer) -> Tensor"
+)
+_library.impl("causal_conv", _causal_conv, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::causal_conv", _like_x, lib=_library)
+_library.define(
+    "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta) -> Tensor"
+)
+_library.impl("recurrence", _recurrence, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::recurrence", _recurrence_fake, lib=_library)
+_library.define("selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor")
+_library.impl("selective", _selective, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::selective", _like_x, lib=_library)

@@ -2,8 +2,9 @@
 
 What is replaced is chosen by how modules are called and what they consist of, and other code may have the same names.
 So the first layer of each kind runs twice on a few random tokens: as the family wrote it, before anything is replaced,
-and as it serves, by the definition of attention over pages in float32. That shows all that was replaced (latents,
-indexers, linear layers, experts), and what gets lost between a family and its attention. Both times a layer behind the
+and as it serves, by the definition of attention over pages and of recurrent states in float32. That shows all that was
+replaced (latents, indexers, recurrent layers, linear layers, experts), and what gets lost between a family and its
+attention. Both times a layer behind the
 first gets what it got the first time, so that rounding in one does not decide what the next chooses: tokens, experts.
 
 Shape suffixes: T tokens.
@@ -25,12 +26,14 @@ from nibble import formats
 from nibble.attention import backends
 from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
+from nibble.attention.recurrent import RecurrentStates
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import NONE
 from nibble.errors import ConfigError, NibbleError
+from nibble.kernels.recurrence import BLOCK, StateBatch, layer_state
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
-from nibble.model_spec import ModelSpec, Phase
+from nibble.model_spec import NO_LAYER, ModelSpec, Phase
 from nibble.models import linear
 from nibble.models.dsa import lower_topk
 from nibble.models.experts import has_packed_experts
@@ -39,6 +42,8 @@ from nibble.models.hub import first_line, quiet
 
 TOKENS = 16
 """Tokens of the comparison, more than dsa.TOP_K, which sparse attention selects in it."""
+RECURRENT_TOKENS = 3 * BLOCK + 1
+"""Tokens where layers are recurrent: they read a state that was brought forward more than once."""
 MAX_LAYERS = 8
 """Most layers that run where layers share KV and none can be left out; a kind that comes later is not compared."""
 EXPERTS = 8
@@ -85,7 +90,7 @@ def own_outputs(model: Any, model_spec: ModelSpec) -> Recorded:
         raise
     except Exception as error:  # of all kinds: this is foreign code
         raise ConfigError(
-            f"{model_spec.family} cannot be compared with its own code, which fails on {TOKENS} tokens "
+            f"{model_spec.family} cannot be compared with its own code, which fails on {ids.shape[1]} tokens "
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
 
@@ -99,27 +104,32 @@ def check(model: Any, model_spec: ModelSpec, reference: Recorded) -> None:
         reference: from own_outputs().
     """
     ids = _random_ids(model, model_spec)
-    positions, rows_S = torch.arange(TOKENS, device=ids.device)[None], torch.zeros(1, dtype=torch.long)
+    tokens = ids.shape[1]
+    positions, rows_S = torch.arange(tokens, device=ids.device)[None], torch.zeros(1, dtype=torch.long)
     run = partial(plain(model), ids, positions, rows_S.to(ids.device), _context(model_spec, ids.device))
     with lower_topk(model), _few_experts(model):
         outputs = _record(model, model_spec, list(reference.outputs), run, reference.inputs).outputs
     limit, share = TOLERANCE.get(model.dtype, TOLERANCE_16_BITS)
     for name, expected in reference.outputs.items():
-        error = _error(outputs.get(name), expected, share)
+        error = _error(outputs.get(name), expected, share, tokens)
         if error > limit:
             raise ConfigError(
                 f"{model_spec.family} cannot be served: {name} ({type(model.get_submodule(name)).__name__}) as Nibble "
-                f"runs it is not what the family's own code computes (off by {error:.2g} of its output on {TOKENS} "
+                f"runs it is not what the family's own code computes (off by {error:.2g} of its output on {tokens} "
                 f"random tokens, where {limit:g} is allowed)"
             )
 
 
-def _error(actual: Tensor | None, expected: Tensor, share: float) -> float:
+def _tokens(model_spec: ModelSpec) -> int:
+    return RECURRENT_TOKENS if model_spec.states else TOKENS
+
+
+def _error(actual: Tensor | None, expected: Tensor, share: float, tokens: int) -> float:
     """Return the error relative to a token's output, within which `share` of the tokens are."""
     if actual is None or actual.shape != expected.shape:
         return float("inf")
     actual, expected = (
-        x.reshape(TOKENS, -1) if x.numel() % TOKENS == 0 else x[None] for x in (actual, expected)
+        x.reshape(tokens, -1) if x.numel() % tokens == 0 else x[None] for x in (actual, expected)
     )
     # Weights that are not numbers are not the family's fault.
     is_number_T = expected.isfinite().all(1)
@@ -135,7 +145,9 @@ def _error(actual: Tensor | None, expected: Tensor, share: float) -> float:
 def _random_ids(model: nn.Module, model_spec: ModelSpec) -> Tensor:
     """Return int64 ids [1, T], without the first and last of the vocabulary, which mean something."""
     low, high = model_spec.vocab_size // 4, model_spec.vocab_size // 2
-    ids = torch.randint(low, max(high, low + 1), (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        low, max(high, low + 1), (1, _tokens(model_spec)), generator=torch.Generator().manual_seed(0)
+    )
     return ids.to(next(model.parameters()).device)
 
 
@@ -153,30 +165,29 @@ def _compared_modules(model: Any, model_spec: ModelSpec) -> list[str]:
 
 
 def _shares_kv(model_spec: ModelSpec) -> bool:
-    return model_spec.owner != tuple(range(model_spec.layers))
+    return any(owner not in (layer, NO_LAYER) for layer, owner in enumerate(model_spec.owner))
 
 
 def _layers(model: Any, model_spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the decoder's layers by name: the first list of modules that have all attention layers among them."""
+    """Yield the decoder's layers by name: the first list of modules that have all layers with a cache among them."""
+    cached = {layer for group in (*model_spec.groups, *model_spec.states) for layer in group.layers}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and _attention_layers(module).issuperset(
-            range(model_spec.layers)
-        ):
+        if isinstance(module, nn.ModuleList) and _layer_indices(module) >= cached:
             yield from ((f"{name}.{i}", layer) for i, layer in enumerate(module))
             return
     raise ConfigError(f"{model_spec.family} cannot be served: Nibble does not find the list of its layers")
 
 
-def _attention_layers(module: nn.Module) -> set[int]:
-    """Return the indices of the attention layers in a module."""
+def _layer_indices(module: nn.Module) -> set[int]:
+    """Return the indices of the layers in a module that attend or keep a state."""
     indices = (getattr(part, "layer_idx", None) for part in module.modules())
     return {index for index in indices if isinstance(index, int)}
 
 
 def _kind(layer: nn.Module, model_spec: ModelSpec) -> object:
-    """Return what layers of one kind have in common: their classes, and what they need of attention."""
-    indices = _attention_layers(layer)
-    needs = frozenset(group.name for group in model_spec.groups if indices.intersection(group.layers))
+    """Return what layers of one kind have in common: their classes, and what they need of attention and states."""
+    indices, groups = _layer_indices(layer), (*model_spec.groups, *model_spec.states)
+    needs = frozenset(group.name for group in groups if indices.intersection(group.layers))
     return tuple(map(type, layer.modules())), needs
 
 
@@ -303,7 +314,8 @@ def _replace_forward(modules: Sequence[nn.Module], forward: Callable[..., Any]) 
 
 
 def _context(model_spec: ModelSpec, device: torch.device) -> StepContext:
-    """Return the context of one prompt, over a small pool in float32 that the reference attends over."""
+    """Return the context of one prompt, over a small pool and states in float32, for the references."""
+    tokens = _tokens(model_spec)
     name, owner = formats.plain("float32").name, model_spec.owner
     stored = [
         LayerLayout(layer, tuple(StreamLayout(stream, name) for stream in group.streams))
@@ -311,12 +323,24 @@ def _context(model_spec: ModelSpec, device: torch.device) -> StepContext:
         for layer in group.layers
         if owner[layer] == layer
     ]
-    layout = CacheLayout(tuple(sorted(stored, key=lambda entry: entry.layer)), TOKENS, "nhd")
+    layout = CacheLayout(tuple(sorted(stored, key=lambda entry: entry.layer)), tokens, "nhd")
     route = Route(Phase.PREFILL, REFERENCE, backends.get(REFERENCE).support[0])
     groups = tuple(GroupPlan(group, group.layers, name, (route,)) for group in model_spec.groups)
     pool = PagedPool(layout, 1, NONE, str(device))
     pages_BN = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (TOKENS,), (TOKENS,), pages_BN)
-    meta = AttentionMetadata(torch.arange(TOKENS, device=device), (batch,))
+    batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), pages_BN)
+    meta = AttentionMetadata(torch.arange(tokens, device=device), (batch,))
     adapters = {REFERENCE: backends.create(backends.get(REFERENCE))}
-    return StepContext(Plan(layout, groups, owner, "float32"), pool, adapters, meta)
+    plan = Plan(layout, groups, owner, "float32")
+    return StepContext(plan, pool, adapters, meta, recurrent=_states(model_spec, tokens, device))
+
+
+def _states(model_spec: ModelSpec, tokens: int, device: torch.device) -> RecurrentStates | None:
+    """Return the states of one prompt, None where no layer has any."""
+    layers = {
+        layer: layer_state(group, 1, "fp32", torch.float32, 0, device)
+        for group in model_spec.states
+        for layer in group.layers
+    }
+    batch = StateBatch(slots=(0,), starts=(0,), lengths=(tokens,), states_at=(0,), settled=(tokens,))
+    return RecurrentStates(layers, batch) if layers else None

@@ -1,4 +1,4 @@
-"""The attention function that Transformers models call: translate its arguments for attention/layer.py.
+"""What Transformers models call in the place of attention and of recurrent states: translate it for attention/.
 
 A keyword with a meaning is honoured or refused, never ignored.
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,12 +20,22 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention.layer import StepContext, attention, select_topk
-from nibble.attention.operators import Step, attention_op, select_topk_op
+from nibble.attention import recurrent as states
+from nibble.attention.operators import (
+    Step,
+    attention_op,
+    conv_op,
+    recurrence_op,
+    select_topk_op,
+    selective_op,
+)
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
-from nibble.model_spec import LATENT
+from nibble.model_spec import LATENT, Recurrence
 from nibble.models.dsa import Selection, indexer_replacements
 from nibble.models.mla import ABSORBED, AbsorbedProjections, absorptions
+from nibble.models.recurrent import FUNCTIONS, RecurrentCall, recurrent_modules
+from nibble.models.recurrent import HARMLESS as IMPLEMENTATIONS
 from nibble.models.refusals import MaskRule
 
 NAME = "nibble"
@@ -177,16 +190,83 @@ class Call:
 
 
 class Observer:
-    """Records each layer's call of attention while a model runs on the meta device."""
+    """Records each layer's calls of attention and of recurrent states while a model runs on the meta device."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.recurrent_calls: list[RecurrentCall] = []
 
     def observe(self, call: Call) -> Tensor:
         """Record `call` and return an empty output [1, T, H, Dv]."""
         self.calls.append(call)
         batch, heads, tokens, _ = call.query.shape
         return call.query.new_empty(batch, tokens, heads, call.width)
+
+    def observe_recurrent(self, call: RecurrentCall) -> Tensor:
+        """Record `call` and return an empty output; raise ConfigError where values are computed, which need states."""
+        x: Tensor = call.arguments["x"]
+        if not x.is_meta:
+            raise ConfigError(
+                "this measurement looks at attention alone, and some layers of this model keep a recurrent state, "
+                "which it has not; choose a model whose layers all attend"
+            )
+        self.recurrent_calls.append(call)
+        return torch.empty_like(x)
+
+
+def _keep_state(
+    module: nn.Module,
+    ctx: StepContext | Step | Observer,
+    rule: Recurrence,
+    arguments: dict[str, Any],
+    rest: Mapping[str, Any],
+) -> Tensor:
+    """Compute one call of a recurrent layer in the context of a step."""
+    harmless = HARMLESS | IMPLEMENTATIONS
+    unknown = sorted(name for name, x in rest.items() if not (x is None or x is False or name in harmless))
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its recurrence, and Nibble does not honour that: "
+            "this family cannot be served right"
+        )
+    call = RecurrentCall(layer_index(module), rule, arguments)
+    if isinstance(ctx, Observer):
+        return ctx.observe_recurrent(call)
+    is_compiled = isinstance(ctx, Step)
+    serve: Any
+    if rule == "conv":
+        serve = conv_op if is_compiled else states.conv
+    elif rule == "selective":
+        serve = selective_op if is_compiled else states.selective
+    else:
+        serve = partial(recurrence_op if is_compiled else states.recurrence, delta=rule == "delta")
+    return serve(ctx if isinstance(ctx, Step) else ctx.recurrent, call.layer, **arguments)
+
+
+@lru_cache(maxsize=None)
+def _recurrent_forward(own: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the forward() of a recurrent module, around one of recurrent_modules()."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        ctx = kwargs.pop(CONTEXT, None)
+        if ctx is None:
+            ctx = _context_of(mask, self)
+        if mask is not None and not mask.numel():
+            # It brought the context, and hides nothing.
+            kwargs["attention_mask"] = None
+        serve = partial(_keep_state, self, ctx)
+        return own(self, *args, **{name: partial(FUNCTIONS[name], serve) for name in names}, **kwargs)
+
+    return forward
+
+
+def _hand_on(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward() of a layer that drops keywords, with a mask that carries the context in their place."""
+    mask = kwargs.pop("attention_mask", None)
+    mask = hidden_states.new_empty(0) if mask is None else mask
+    setattr(mask, CONTEXT, kwargs.get(CONTEXT))
+    return type(self).forward(self, hidden_states, *args, attention_mask=mask, **kwargs)
 
 
 _RULE = "nibble_rule"
@@ -208,7 +288,7 @@ _MASK = "nibble_mask"
 
 
 def adapt(model: Any) -> Any:
-    """Adapt `model` in place and return it; models without MLA and sparse attention do not change."""
+    """Adapt `model` in place and return it; it changes MLA, sparse attention and recurrent layers alone."""
     for module, attributes in adaptations(model):
         for name, value in attributes.items():
             setattr(module, name, value)
@@ -221,10 +301,32 @@ def adapt(model: Any) -> Any:
 
 def adaptations(model: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Return what adapt() would change, as attributes by module, without changing the model."""
-    indexers = indexer_replacements(model)
-    carries = any(_drops_keywords(module) for module in model.modules())
+    indexers, recurrent = indexer_replacements(model), list(recurrent_modules(model))
+    modules = {module for module, *_ in recurrent}
+    deaf = [module for module in model.modules() if _drops_keywords(module)]
+    layers = [layer for layer in deaf if modules.intersection(layer.children())]
+    carries = len(deaf) > len(layers)
+    forwards = [(module, _recurrent_forward(*own)) for module, *own in recurrent]
+    forwards += [(layer, _hand_on) for layer in layers]
     mask = [(model, {_MASK: carries})] if indexers or carries else []
-    return [*absorptions(model), *indexers, *mask]
+    replaced = [(module, {"forward": MethodType(forward, module)}) for module, forward in forwards]
+    return [*absorptions(model), *indexers, *replaced, *_missing_indices(model), *mask]
+
+
+def _missing_indices(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the attention modules that learn from each call which layer they are, with the index of their layer."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [
+        (part, {"layer_idx": index})
+        for layers in lists
+        for index, layer in enumerate(layers)
+        for part in layer.modules()
+        if getattr(part, "layer_idx", None) == _IN_CALLS
+    ]
+
+
+_IN_CALLS = -1
+"""Index of a layer's attention that gets its index in each call."""
 
 
 def _drops_keywords(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import nibble
 from nibble import files
 from nibble.hardware import cache_folder
-from nibble.model_spec import LayerGroup, ModelSpec, StoredWeights, Stream
+from nibble.model_spec import LayerGroup, ModelSpec, RecurrentGroup, StoredWeights, Stream
 from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub
 from nibble.models.weight_bytes import folder_bytes
 
@@ -168,4 +168,6 @@ def _model_spec(facts: dict[str, Any]) -> ModelSpec:
         for group in facts["groups"]
     )
     stored = StoredWeights(**facts["stored_weights"]) if facts["stored_weights"] else None
-    return ModelSpec(**{**facts, "groups": groups, "owner": tuple(facts["owner"]), "stored_weights": stored})
+    states = tuple(RecurrentGroup(**{**group, "layers": tuple(group["layers"])}) for group in facts["states"])
+    fields = {"groups": groups, "owner": tuple(facts["owner"]), "stored_weights": stored, "states": states}
+    return ModelSpec(**{**facts, **fields})

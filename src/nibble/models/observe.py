@@ -1,7 +1,7 @@
-"""ModelSpec by observation: a model without weights runs once on the meta device, and its calls of attention are noted.
+"""ModelSpec by observation: a model without weights runs once on the meta device, and its calls are noted.
 
-So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run, for any
-family, with no table of families. What was observed is kept by observations.py.
+So heads, head sizes, windows, sinks, score capping, shared KV and the sizes of recurrent states are facts of the very
+code that will run, for any family, with no table of families. What was observed is kept by observations.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,24 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
-from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
+from nibble.model_spec import (
+    INDEX,
+    LATENT,
+    NO_LAYER,
+    Kind,
+    LayerGroup,
+    ModelSpec,
+    RecurrentGroup,
+    StoredWeights,
+    Stream,
+)
 from nibble.models import activations, hook, online, refusals, weight_bytes
 from nibble.models import quantization as quantized
 from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
+from nibble.models.recurrent import RecurrentCall
 from nibble.models.towers import model_class, text_attention
 
 _TOKENS = 31
@@ -107,7 +118,7 @@ def observe_skeleton(
         )
     # Tied weights are one parameter under several names.
     full = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
-    groups, owner = _run(model, text, max_context or limit)
+    groups, owner, states = _run(model, text, max_context or limit)
     return ModelSpec(
         model=name,
         family=text.model_type,
@@ -118,6 +129,7 @@ def observe_skeleton(
         hidden_size=text.hidden_size,
         weight_bytes=full,
         stored_weights=_stored_weights(model, config, dtype, weights),
+        states=states,
     )
 
 
@@ -160,27 +172,28 @@ def _parameters(model: nn.Module) -> Iterator[weight_bytes.Parameter]:
 
 def _run(
     model: Any, text: PretrainedConfig, max_context: int
-) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
+) -> tuple[tuple[LayerGroup, ...], tuple[int, ...], tuple[RecurrentGroup, ...]]:
     # The skeleton must be what runs, so its frequencies are fixed as at load.
     fix_rope(model, max_context)
     family = text.model_type
     positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     with refusals.ConvolutionsWatch(model, family), refusals.PositionsWatch(positions) as watch:
-        calls = record_calls(model, family, position_ids=positions)
-    _check(calls, text)
+        observer = record_calls(model, family, position_ids=positions)
+    calls, states = observer.calls, _states(observer.recurrent_calls, family)
+    _check(calls, states, text)
     watch.check(family)
     # A second pass with masks, whose rules must be what a paged cache assumes.
     model.set_attn_implementation(hook.PROBE)
     # No padding; keeps it from looking for packed rows.
     ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")
     with refusals.FullMask():
-        masked = record_calls(model, family, attention_mask=ones)
+        masked = record_calls(model, family, attention_mask=ones).calls
     chunks = _chunks(text)
-    masks = [(call.rule, call.params.window, chunks.get(call.layer)) for call in masked]
+    masks = [(call.layer, call.rule, call.params.window, chunks.get(call.layer)) for call in masked]
     refusals.check_masks(masks, family, max_context)
     # A context of a single chunk is attended over whole.
     chunks = {layer: chunk for layer, chunk in chunks.items() if chunk < max_context}
-    return _groups(calls, chunks), _owners(calls)
+    return _groups(calls, chunks), _owners(calls, text.num_hidden_layers), states
 
 
 def _chunks(text: PretrainedConfig) -> dict[int, int]:
@@ -191,8 +204,8 @@ def _chunks(text: PretrainedConfig) -> dict[int, int]:
     }
 
 
-def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
-    """Run a model of skeleton() and return what each layer needs of attention, by layer.
+def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> hook.Observer:
+    """Run a model of skeleton() and return what its layers called, attention by layer.
 
     The model is called as in engine/model_runner.py: all tokens are computed, and the logits of one.
 
@@ -221,30 +234,31 @@ def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list
             raise ConfigError(f"{family} cannot be served: {reason}") from error
     if out.logits.shape[1] != 1:
         raise ConfigError(f"{family} cannot be served: it cannot compute the logits of chosen tokens only")
-    return sorted(observer.calls, key=lambda call: call.layer)
+    observer.calls.sort(key=lambda call: call.layer)
+    return observer
 
 
-def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
-    """Raise ConfigError unless each layer attends once, over one key and value for each token."""
+def _check(calls: Sequence[Call], states: Sequence[RecurrentGroup], text: PretrainedConfig) -> None:
+    """Raise ConfigError unless each layer attends once over one key and value for each token, or has a state."""
     family, layers = text.model_type, text.num_hidden_layers
     counts = Counter(call.layer for call in calls)
     if not counts:
-        raise ConfigError(f"{family} cannot be served: {refusals.NO_INTERFACE}")
+        reason = refusals.NO_ATTENTION if states else refusals.NO_INTERFACE
+        raise ConfigError(f"{family} cannot be served: {reason}")
     layer, count = counts.most_common(1)[0]
     if count > 1:
         raise ConfigError(
             f"{family} cannot be served: layer {layer} attends {count} times in one pass; a cache of pages holds one "
             "key and value of a layer for each token"
         )
-    if without := sorted(set(range(layers)) - set(counts)):
+    mixing = {*counts, *(layer for group in states for layer in group.layers)}
+    if without := sorted(set(range(layers)) - mixing - _tokenwise(text)):
         raise ConfigError(
             f"{family} cannot be served: {len(without)} of its {layers} layers do not attend to text (layer "
-            f"{without[0]}); a cache of pages holds keys and values of every layer"
+            f"{without[0]}), and have no recurrent state that Nibble sees"
         )
-    if len(counts) > layers:
-        raise ConfigError(
-            f"{family} cannot be served: {len(counts)} layers attend, and its config has {layers}"
-        )
+    if beyond := sorted(mixing - set(range(layers))):
+        raise ConfigError(f"{family} cannot be served: its config has {layers} layers, and layer {beyond[0]} attends")
     for call in calls:
         queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
         # A cache of pages has one key for each token; other counts would be addressed wrongly.
@@ -256,11 +270,64 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
             )
 
 
-def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
+def _tokenwise(text: PretrainedConfig) -> set[int]:
+    """Return the layers that compute each token by itself, as their types say."""
+    kinds = refusals.layer_types(text)
+    return {layer for layer, kind in enumerate(kinds) if kind in refusals.TOKENWISE}
+
+
+def _owners(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
     """Return for each layer the first one that got the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
     # Layers that share KV hand on the very same tensor.
-    return tuple(first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls)
+    owner = {call.layer: first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls}
+    return tuple(owner.get(layer, NO_LAYER) for layer in range(layers))
+
+
+def _states(calls: Sequence[RecurrentCall], family: str) -> tuple[RecurrentGroup, ...]:
+    """Return layers that keep the same recurrent state, together."""
+    by_layer: dict[int, list[RecurrentCall]] = {}
+    for call in calls:
+        by_layer.setdefault(call.layer, []).append(call)
+    by_need: dict[RecurrentGroup, list[int]] = {}
+    for layer, own in sorted(by_layer.items()):
+        by_need.setdefault(_state(own, family), []).append(layer)
+    return tuple(
+        replace(need, name=f"{need.rule}{i or ''}", layers=tuple(layers))
+        for i, (need, layers) in enumerate(by_need.items())
+    )
+
+
+def _state(calls: Sequence[RecurrentCall], family: str) -> RecurrentGroup:
+    """Return what one layer keeps, without a name and its number; raise ConfigError if that is more than one state."""
+    layer = calls[0].layer
+    convolutions = [call for call in calls if call.rule == "conv"]
+    rules = [call for call in calls if call.rule != "conv"]
+    if len(convolutions) > 1 or len(rules) > 1:
+        raise ConfigError(
+            f"{family} cannot be served: layer {layer} keeps {len(convolutions)} convolutions and {len(rules)} "
+            "matrices, and Nibble keeps one of each for a layer"
+        )
+    for call in calls:
+        if (tokens := call.arguments["x"].shape[0]) != _TOKENS:
+            raise ConfigError(
+                f"{family} cannot be served: layer {layer} brings its state forward by {tokens} of {_TOKENS} tokens"
+            )
+    channels, taps = convolutions[0].arguments["weight"].shape if convolutions else (0, 0)
+    need = RecurrentGroup("", rules[0].rule if rules else "conv", (), conv_channels=channels, conv_taps=taps)
+    return _with_matrix(need, rules[0].arguments) if rules else need
+
+
+def _with_matrix(need: RecurrentGroup, arguments: Mapping[str, Any]) -> RecurrentGroup:
+    """Return what a layer keeps with the sizes of its matrices."""
+    if need.rule == "selective":
+        rows, columns = arguments["A"].shape
+        return replace(need, heads=1, rows=rows, columns=columns, key_heads=1)
+    (_, key_heads, columns), (_, heads, rows) = arguments["k"].shape, arguments["x"].shape
+    key_decay = arguments["log_decay"].dim() == arguments["k"].dim()
+    return replace(
+        need, heads=heads, rows=rows, columns=columns, key_heads=key_heads, key_decay=key_decay
+    )
 
 
 def _groups(calls: Sequence[Call], chunks: Mapping[int, int]) -> tuple[LayerGroup, ...]:

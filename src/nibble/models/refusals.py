@@ -57,11 +57,10 @@ ATTENTION = ("full_attention", "sliding_attention", "attention", CHUNKED)
 LATENT = ("indexed_attention", "deepseek_sparse_attention")
 """Layer types of sparse attention over a latent; their index keys are part of the cache."""
 RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
-UNSERVED = {
-    **dict.fromkeys(RECURRENT, "keep a recurrent state, not keys and values only"),
-    **dict.fromkeys(("moe", "mlp"), "have no attention, and Nibble keeps keys and values of every layer"),
-}
-"""Other layer types -> the reason of their refusal."""
+"""Layer types with a recurrent state, which is observed; some attend, too."""
+TOKENWISE = ("moe", "mlp")
+"""Layer types that compute each token by itself."""
+SERVED = (*ATTENTION, *LATENT, *RECURRENT, *TOKENWISE)
 UNKNOWN_LAYER = "are more than attention over one key and value for each token"
 
 
@@ -171,10 +170,14 @@ def check_config(config: PretrainedConfig) -> None:
 
 def _check_layer_types(text: PretrainedConfig) -> None:
     """Raise ConfigError for layer types that are not plain attention."""
-    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
-    for kind in sorted(kinds.difference(ATTENTION, LATENT)):
-        reason = UNSERVED.get(kind, UNKNOWN_LAYER)
-        raise ConfigError(f"{text.model_type} cannot be served: its {kind} layers {reason}")
+    for kind in sorted(set(layer_types(text)).difference(SERVED)):
+        raise ConfigError(f"{text.model_type} cannot be served: its {kind} layers {UNKNOWN_LAYER}")
+
+
+def layer_types(text: PretrainedConfig) -> tuple[str, ...]:
+    """Return the type of each layer, by either name that configs have for them; none where a config has no types."""
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
+    return tuple(kinds or ())
 
 
 def _check_class(config: PretrainedConfig) -> None:
@@ -229,6 +232,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """Name by which families' code has Transformers' AttentionInterface."""
 NO_INTERFACE = "its layers do not attend through Transformers' AttentionInterface"
+NO_ATTENTION = "none of its layers attends, and Nibble serves recurrent layers beside such as attend"
 _OTHER_TENSORS = "depends on tensors of the batch, such as the places of images or of padding"
 
 
@@ -339,7 +343,9 @@ class FullMask(TorchFunctionMode):
 
 
 class ConvolutionsWatch(TorchFunctionMode):
-    """Refuses a model that mixes tokens by a convolution; one that text does not pass does no harm.
+    """Refuses a model that mixes tokens by a convolution of its own; one that text does not pass does no harm.
+
+    What models/recurrent.py serves gets its weight and does not compute with it here.
 
     Args:
         model: the model that runs.
@@ -356,15 +362,24 @@ class ConvolutionsWatch(TorchFunctionMode):
             if isinstance(module, _CONVOLUTIONS)
             for parameter in module.parameters()
         }
+        self.views = list[Tensor]()
+        """Kept alive, so that no two tensors have the same id."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # Models read the dtype of weights that they do not use.
-        tensors = _tensors((*args, *(kwargs or {}).values()))
-        name = next((self.names[id(x)] for x in tensors if id(x) in self.names), None)
-        if name is not None and isinstance(result, Tensor):
+        tensors = list(_tensors((*args, *(kwargs or {}).values())))
+        names = [self.names[id(x)] for x in tensors if id(x) in self.names]
+        if not names or not isinstance(result, Tensor):
+            return result
+        name = names[0]
+        if len(names) == len(tensors):
+            # A view or cast of the weight, which stands for it from here on.
+            self.names[id(result)] = name
+            self.views.append(result)
+        else:
             raise ConfigError(
                 f"{self.family} cannot be served: its convolution {name} looks at neighbouring tokens, which "
                 "would need a state besides keys and values"
@@ -403,17 +418,17 @@ class UnpaddedBatch(TorchFunctionMode):
 
 
 def check_masks(
-    masks: Iterable[tuple[MaskRule | None, int | None, int | None]], family: str, max_context: int
+    masks: Iterable[tuple[int, MaskRule | None, int | None, int | None]], family: str, max_context: int
 ) -> None:
     """Raise ConfigError if a mask is more than causal attention within a window or chunk.
 
     Args:
-        masks: of each layer the rule of its mask, the window that it passes, and its chunk.
+        masks: of each layer that attends its index, the rule of its mask, the window that it passes, and its chunk.
         family: for the message.
         max_context: longest context; a window or chunk that is never reached does no harm.
     """
     checked: set[tuple[int, int | None, int | None]] = set()
-    for layer, (rule, window, chunk) in enumerate(masks):
+    for layer, rule, window, chunk in masks:
         # A few rules serve all layers, and each check takes time in proportion to the context.
         if rule is None or (id(rule), window, chunk) in checked:
             continue

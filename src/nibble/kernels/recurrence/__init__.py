@@ -8,9 +8,17 @@ tokens, and G_i the sum of log decays from there to token i, this one included:
     o_i = S (q_i e^G_i) + sum over j <= i of (q_i . k_j e^(G_i - G_j)) u_j
     at the next multiple:  S <- S e^G + sum over j of u_j (k_j e^(G - G_j))^T, then rounded to the state's format
 
-So between multiples only keys, updates and sums of decays are kept, a query reads the same values by the same sums in a
-prompt, a decode step and a verification, and a rejected draft leaves no trace: its place is written again. Sums run over
-all places of a block, those without a token being zero, so their order depends on nothing.
+So between multiples only keys, updates and sums of decays are kept, a query reads the same values by the same sums in
+a prompt, a decode step and a verification, and a rejected draft leaves no trace: its place is written again. Sums run
+over all places of a block, those without a token being zero, so their order depends on nothing. Keys and updates are
+rounded to the dtype in which they are kept before anything reads them.
+
+Mamba 1 has another decay for each entry, by A and the token's dt, so its block is scanned from S token by token, and
+keeps B, dt x and dt:
+
+    s_0 = S
+    s_i[c, n] = s_{i-1}[c, n] e^(A[c, n] dt_i[c]) + dt_i[c] x_i[c] B_i[n]
+    y_i[c] = sum over n of C_i[n] s_i[c, n]
 
 A request has a slot: its place in the tensors of all layers. What lies there is never cleared: a state at position 0 is
 zero by definition, and of keys, updates and inputs of convolutions only those of tokens before a step are read.
@@ -21,47 +29,170 @@ W taps of a convolution, S slots, P places of a block or of a convolution's inpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
-BLOCK = 16
-"""Tokens after which a state is updated and rounded."""
+from nibble.kernels.recurrence import naive
+from nibble.kernels.recurrence.formats import layer_state
+from nibble.kernels.recurrence.types import LayerState, StateBatch
+from nibble.kernels.state_formats import BLOCK
+
+__all__ = [
+    "BLOCK",
+    "LayerState",
+    "StateBatch",
+    "causal_conv",
+    "copy_slots",
+    "layer_state",
+    "recurrence",
+    "selective",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class StateBatch:
-    """The requests of a step: their tokens are rows of the layers' inputs, one request after the other.
+def causal_conv(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    activation: str | None,
+    state: LayerState,
+    batch: StateBatch,
+) -> Tensor:
+    """Convolve each channel over the inputs up to the present one, those before position 0 being zero.
 
-    Rows behind the last request are padding: nothing is stored of them, and their outputs are zero.
+    Args:
+        x_TC: Inputs.
+        weight_CW: Taps, that of the present input last.
+        bias_C: Added to each token.
+        activation: `silu`, `swish` (the same), or None.
+        state: Has the inputs before the step, and gets its newest.
+        batch: The requests.
+
+    Returns:
+        [T, C] in the dtype of x, computed in float32.
+
+    Raises:
+        ValueError: The activation is another one, shapes do not fit, or drafts have too few places.
     """
-
-    slots: tuple[int, ...]
-    """Slot of each request."""
-    starts: tuple[int, ...]
-    """Position of its first token in this step."""
-    lengths: tuple[int, ...]
-    """Its tokens in this step."""
-    states_at: tuple[int, ...]
-    """The position at which its slot has the matrix, a multiple of BLOCK, at most BLOCK tokens and drafts before
-    `starts`. It is brought forward to the last multiple up to `starts` first, and after the step is at the last
-    multiple up to starts + settled."""
-    settled: tuple[int, ...]
-    """Leading ones of its tokens that no later step takes back: all but drafts."""
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"a convolution's activation must be silu, swish or none, not {activation!r}")
+    if weight_CW.shape[0] != x_TC.shape[1] or x_TC.shape[1] != state.inputs_SPC.shape[2]:
+        raise ValueError(
+            f"inputs {list(x_TC.shape)}, taps {list(weight_CW.shape)} and stored inputs "
+            f"{list(state.inputs_SPC.shape)} must have the same channels"
+        )
+    _check_rows(x_TC, batch)
+    return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """The slots of one layer. Of a convolution alone, only `inputs` has any values."""
+def recurrence(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateBatch,
+    *,
+    delta: bool,
+) -> Tensor:
+    """Update matrices by keys and values, and read them by queries.
 
-    planes: tuple[Tensor, ...]
-    """The matrices in the state's format: [S, H, V, K], and scales where the format has them."""
-    format: str
-    keys_SPGK: Tensor
-    """Keys by position modulo P, a multiple of BLOCK that holds a block and all drafts."""
-    updates_SPHV: Tensor
-    """u, in float32 or the compute dtype."""
-    decays: Tensor
-    """G since the block's begin: float32 [S, P, H], or [S, P, H, K] with a decay for each column."""
-    inputs_SPC: Tensor
-    """Inputs of the convolution by position modulo P, at least W - 1 and all drafts."""
+    A head of keys serves H / G heads that follow one another: head h has the keys of h // (H / G), as after
+    repeat_interleave in Transformers.
+
+    Args:
+        q_TGK: Queries, scaled.
+        k_TGK: Keys, normalised where the rule wants it.
+        v_THV: Values.
+        log_decay: Logarithms of decays, finite: float32 [T, H], or [T, H, K] with one for each column.
+        beta_TH: Learning rates, or steps of time; None: 1.
+        state: The layer's slots, which are updated.
+        batch: The requests.
+        delta: Whether updates are by the delta rule.
+
+    Returns:
+        [T, H, V] in the dtype of v, computed in float32.
+
+    Raises:
+        ValueError: Shapes do not fit, or drafts have too few places.
+    """
+    heads, columns = v_THV.shape[1], k_TGK.shape[2]
+    if q_TGK.shape != k_TGK.shape or heads % k_TGK.shape[1]:
+        raise ValueError(
+            f"queries {list(q_TGK.shape)} and keys {list(k_TGK.shape)} cannot serve {heads} heads"
+        )
+    if (
+        state.planes[0].shape[1:] != (heads, v_THV.shape[2], columns)
+        or state.keys_SPGK.shape[2:] != k_TGK.shape[1:]
+    ):
+        raise ValueError(
+            f"keys {list(k_TGK.shape)} and values {list(v_THV.shape)} do not fit matrices "
+            f"{list(state.planes[0].shape)} and stored keys {list(state.keys_SPGK.shape)}"
+        )
+    if log_decay.shape[1:] != state.decays.shape[2:]:
+        raise ValueError(
+            f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
+        )
+    _check_rows(v_THV, batch)
+    return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta)
+
+
+def selective(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    A_CK: Tensor,
+    B_TK: Tensor,
+    C_TK: Tensor,
+    state: LayerState,
+    batch: StateBatch,
+) -> Tensor:
+    """Scan as Mamba 1 does, every entry of the matrix with a decay of its own.
+
+    Args:
+        x_TC: Inputs.
+        dt_TC: Steps of time, after softplus.
+        A_CK: Paces of decay, negative.
+        B_TK: How inputs enter columns.
+        C_TK: How columns are read.
+        state: The layer's slots, with one head, which are updated.
+        batch: The requests.
+
+    Returns:
+        [T, C] in the dtype of x, computed in float32, without D x.
+
+    Raises:
+        ValueError: Shapes do not fit, or drafts have too few places.
+    """
+    if (
+        state.planes[0].shape[1:] != (1, *A_CK.shape)
+        or x_TC.shape != dt_TC.shape
+        or x_TC.shape[1] != len(A_CK)
+    ):
+        raise ValueError(
+            f"inputs {list(x_TC.shape)}, steps {list(dt_TC.shape)} and A {list(A_CK.shape)} do not fit matrices "
+            f"{list(state.planes[0].shape)}"
+        )
+    _check_rows(x_TC, batch)
+    return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, batch)
+
+
+def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy whole slots, as they are before any is written.
+
+    Args:
+        layers: In which layers.
+        sources: Slots.
+        targets: Slots that get what is in them, one for each.
+
+    Raises:
+        ValueError: There are not as many targets as sources, or a target is there twice.
+    """
+    if len(sources) != len(targets) or len(set(targets)) < len(targets):
+        raise ValueError(f"slots {list(sources)} cannot be copied to {list(targets)}: one target for each")
+    naive.copy_slots(layers, sources, targets)
+
+
+def _check_rows(x: Tensor, batch: StateBatch) -> None:
+    if sum(batch.lengths) > len(x):
+        raise ValueError(f"a step of {sum(batch.lengths)} tokens has {len(x)} rows")

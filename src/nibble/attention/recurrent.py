@@ -1,0 +1,99 @@
+"""One recurrent layer of one step: bring its state forward, and read from it. The only writer of recurrent states.
+
+What a layer is given are the tokens of all requests of the step, one request after the other; which state belongs to
+which, and where it begins, is in the step's StateBatch (kernels/recurrence).
+
+Shape suffixes: T tokens, C channels, W taps of a convolution, G heads of keys, K their values, H heads of the state,
+V their values, N columns of a state of Mamba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nibble.kernels import recurrence as kernels
+from nibble.kernels.recurrence import LayerState, StateBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """The recurrent states of a step."""
+
+    layers: Mapping[int, LayerState]
+    """By layer."""
+    batch: StateBatch
+
+
+def conv(
+    states: RecurrentStates | None,
+    layer: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    """Convolve each channel over a request's tokens -> [T, C].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        x: new inputs [T, C].
+        weight: taps [C, W], the last of which is for the present token.
+        bias: [C].
+        activation: name of a function of the output.
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.causal_conv(x, weight, bias, activation, state, batch)
+
+
+def recurrence(
+    states: RecurrentStates | None,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    delta: bool,
+) -> Tensor:
+    """Bring matrices forward by new keys and values, and query them -> [T, H, V].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        q: queries [T, G, K].
+        k: keys [T, G, K].
+        x: values [T, H, V].
+        log_decay: float32 [T, H], or [T, H, K] where each column has its own.
+        beta: float32 weights of updates [T, H].
+        delta: whether what the state has for a key is taken from its value first.
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.recurrence(q, k, x, log_decay, beta, state, batch, delta=delta)
+
+
+def selective(
+    states: RecurrentStates | None, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
+) -> Tensor:
+    """Bring the state of Mamba 1 forward, and read it -> [T, C].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        x: new inputs [T, C].
+        dt: float32 step sizes [T, C].
+        A: float32 log decays of a step of size 1, [C, N].
+        B: weights of inputs [T, N].
+        C: weights of the state [T, N].
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.selective(x, dt, A, B, C, state, batch)
+
+
+def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch]:
+    assert states is not None, "whoever runs a model with recurrent layers gives the step their states"
+    return states.layers[layer], states.batch

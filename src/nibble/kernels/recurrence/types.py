@@ -1,0 +1,76 @@
+"""What a step says of its requests, and what slots of a layer hold.
+
+Shape suffixes: see kernels/recurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nibble.kernels.state_formats import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The requests of a step: their tokens are rows of the layers' inputs, one request after the other.
+
+    Rows behind the last request are padding: nothing is stored of them, and their outputs are zero.
+
+    Raises:
+        ValueError: Fields have different lengths, a slot is there twice, a matrix is not at a multiple of BLOCK up to
+            its request's first token, or more tokens are settled than there are.
+    """
+
+    slots: tuple[int, ...]
+    """Slot of each request."""
+    starts: tuple[int, ...]
+    """Position of its first token in this step."""
+    lengths: tuple[int, ...]
+    """Its tokens in this step."""
+    states_at: tuple[int, ...]
+    """The position at which its slot has the matrix, a multiple of BLOCK, at most BLOCK tokens and drafts before
+    `starts`. It is brought forward to the last multiple up to `starts` first, and after the step is at
+    `next_states_at`."""
+    settled: tuple[int, ...]
+    """Leading ones of its tokens that no later step takes back: all but drafts."""
+
+    def __post_init__(self) -> None:
+        fields = (self.slots, self.starts, self.lengths, self.states_at, self.settled)
+        if len({len(field) for field in fields}) > 1:
+            raise ValueError(
+                f"the fields of a batch of states have lengths {[len(field) for field in fields]}"
+            )
+        if len(set(self.slots)) < len(self.slots):
+            raise ValueError(f"two requests of a step have the same slot: {self.slots}")
+        for slot, start, length, state_at, settled in zip(*fields, strict=True):
+            if state_at % BLOCK or not 0 <= state_at <= start:
+                raise ValueError(
+                    f"the state of slot {slot} is at {state_at}: it must be a multiple of {BLOCK} up to {start}"
+                )
+            if not 0 <= settled <= length:
+                raise ValueError(f"{settled} of {length} tokens of slot {slot} are settled")
+
+    @property
+    def next_states_at(self) -> tuple[int, ...]:
+        """Where the matrices are after the step: at the last multiples of BLOCK up to starts + settled."""
+        return tuple((start + n) // BLOCK * BLOCK for start, n in zip(self.starts, self.settled, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The slots of one layer. Of a convolution alone, only `inputs` has any values."""
+
+    planes: tuple[Tensor, ...]
+    """The matrices in the state's format: [S, H, V, K], and scales [S, H, V] where the format has them."""
+    format: str
+    keys_SPGK: Tensor
+    """Keys by position modulo P, a multiple of BLOCK that holds a block and all drafts. Mamba 1: B, with G = 1."""
+    updates_SPHV: Tensor
+    """u, in float32 or the compute dtype. Mamba 1: dt x, with H = 1 and channels as V."""
+    decays: Tensor
+    """G since the block's begin: float32 [S, P, H], or [S, P, H, K] with a decay for each column. Mamba 1: dt of the
+    token itself [S, P, 1, V]."""
+    inputs_SPC: Tensor
+    """Inputs of the convolution by position modulo P, at least W - 1 and all drafts."""
