@@ -104,7 +104,7 @@ def layer_shapes(
     if group.heads and (group.key_heads < 1 or group.heads % group.key_heads):
         raise ValueError(f"{group.name}: {group.heads} heads cannot share {group.key_heads} heads of keys")
     places = block_places(max_drafts) if group.heads else 0
-    conv_places = group.conv_taps - 1 + max_drafts if group.conv_channels else 0
+    conv_places = group.conv_taps - 1 + max(max_drafts, 1) if group.conv_channels else 0
     pace = {"selective": (group.rows,)}.get(group.rule, (group.columns,) if group.key_decay else ())
     updates = state_format(format).update_dtype or dtype
     has = bool(group.heads)
