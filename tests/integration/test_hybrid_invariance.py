@@ -1,0 +1,122 @@
+"""Hybrid models give the same answer, however it is computed: over states as over pages, in every format of states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bits import preempting
+from nibble import LLM
+from nibble.config import STATE_FORMATS
+from test_invariance import OTHERS, PROMPT, answer, same
+from tiny import save_tiny
+
+QWEN3_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+"""Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **QWEN3_NEXT)
+
+
+def engine(model: Path, **options: Any) -> LLM:
+    return LLM(
+        str(model),
+        **{"kv_format": "bf16", "kv_memory": "8MiB", "max_running": 8, "kv_scales": "one", **options},
+    )
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("state_format", STATE_FORMATS)
+def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid: Path) -> None:
+    fixed = {"state_format": state_format, "kv_format": kv_format}
+    whole = engine(hybrid, **fixed)
+    cold = answer(whole, [PROMPT])
+    assert cold[2] == 0
+    hit = answer(whole, [PROMPT])
+    assert hit[2] >= 80
+    same(hit, cold)
+    for chunk in (1, 7, 64):
+        same(answer(engine(hybrid, token_budget=chunk, **fixed), [PROMPT]), cold)
+    same(answer(engine(hybrid, **fixed), [PROMPT, *OTHERS]), cold)
+    for pressed in (preempting(engine(hybrid, prefix_cache=False, **fixed)), preempting(engine(hybrid, **fixed))):
+        preempted = answer(pressed, [OTHERS[2], PROMPT], target=1)
+        assert pressed.engine.scheduler.metrics.preemptions > 0
+        same(preempted, cold)
+
+
+def test_a_hit_at_every_page_boundary(hybrid: Path) -> None:
+    """With a snapshot there, and without, where what is behind the last snapshot is computed again."""
+    llm = engine(hybrid, state_format="int8")
+    cold = answer(llm, [PROMPT])
+    manager = llm.engine.scheduler.manager
+    size = llm.plan.page_size
+    for boundary in range(len(PROMPT) // size, -1, -1):
+        # Others share so many pages, and leave states there, or do not.
+        other = PROMPT[: boundary * size] + [251, 252, 253]
+        answer(llm, [other])
+        for clear in (False, True):
+            if clear:
+                manager._states.snapshots.clear()
+            same(answer(llm, [PROMPT]), cold)
+    assert manager.stats.states.replayed_tokens > 0
+    manager.check_integrity()
+
+
+def test_a_wrong_state_is_noticed(hybrid: Path) -> None:
+    """The comparison above can fail: states that are a little off move the logits by more than it allows."""
+    llm = engine(hybrid)
+    cold = answer(llm, [PROMPT])
+    for state in llm.engine.runner.states.layers.values():
+        state.planes[0].mul_(1.001)
+    hit = answer(llm, [PROMPT])
+    assert hit[2] >= 80 and (hit[1] - cold[1]).abs().max() > 1e-5
+
+
+def test_an_abort_leaves_neighbours_as_they_are(hybrid: Path) -> None:
+    llm = engine(hybrid)
+    cold = answer(engine(hybrid), [PROMPT])
+    pieces: list[Any] = []
+    from nibble import SamplingParams
+
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+    neighbour, mine = llm.engine.submit(OTHERS[2], params, pieces.append), llm.engine.submit(PROMPT, params, pieces.append)
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.abort(neighbour)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert mine[0].token_ids[len(PROMPT) :] == list(cold[0])
+    # What the aborted request has left behind is used rightly.
+    same(answer(llm, [PROMPT]), cold)
+    llm.engine.scheduler.check_integrity()
+
+
+def test_states_of_garbage_are_never_read(hybrid: Path) -> None:
+    from nibble.config import Config
+    from nibble.engine.build import build
+
+    engine_, _ = build(
+        Config(model=str(hybrid), kv_format="bf16", kv_memory="8MiB", max_running=8, kv_scales="one"), poison=True
+    )
+    assert engine_.runner.states is not None
+    cold = answer(engine(hybrid), [PROMPT])
+    outputs: list[Any] = []
+    from nibble import SamplingParams
+
+    ticket = engine_.submit(
+        PROMPT, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0), outputs.append
+    )
+    while engine_.busy:
+        engine_.step()
+    assert ticket[0].token_ids[len(PROMPT) :] == list(cold[0])
+    assert all(torch.isfinite(x.planes[0][0].float()).all() for x in engine_.runner.states.layers.values() if x.planes)
