@@ -51,7 +51,9 @@ def adapted(model: Any) -> Any:
 class Driver:
     """Runs requests over pools in float32; each has the pages and the slot of its number."""
 
-    def __init__(self, model: nn.Module, model_spec: ModelSpec, run: Callable[[nn.Module], Forward] = plain) -> None:
+    def __init__(
+        self, model: nn.Module, model_spec: ModelSpec, run: Callable[[nn.Module], Forward] = plain
+    ) -> None:
         name, owner = formats.plain("float32").name, model_spec.owner
         self.pages = -(-model_spec.max_context // PAGE)
         stored = [
@@ -66,7 +68,10 @@ class Driver:
         support = backends.get(BACKEND).support[0]
         routes = tuple(Route(phase, BACKEND, support) for phase in Phase)
         self.plan = Plan(
-            layout, tuple(GroupPlan(group, group.layers, name, routes) for group in model_spec.groups), owner, "float32"
+            layout,
+            tuple(GroupPlan(group, group.layers, name, routes) for group in model_spec.groups),
+            owner,
+            "float32",
         )
         self.layers: Mapping[int, LayerState] = {
             layer: layer_state(group, SLOTS, "fp32", torch.float32, 0, "cpu")
@@ -81,7 +86,9 @@ class Driver:
         requests = sorted(tokens)
         starts, lengths = [self.computed[r] for r in requests], [len(tokens[r]) for r in requests]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        tables = torch.tensor([[*range(r * self.pages, (r + 1) * self.pages)] for r in requests], dtype=torch.int32)
+        tables = torch.tensor(
+            [[*range(r * self.pages, (r + 1) * self.pages)] for r in requests], dtype=torch.int32
+        )
         positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         rows = torch.repeat_interleave(torch.tensor(requests), torch.tensor(lengths))
         slot_mapping = rows * self.pages * PAGE + positions
@@ -103,9 +110,7 @@ class Driver:
     def logits(self, prompt: list[int], chunk: int, request: int = 0) -> Tensor:
         """Compute a prompt in chunks -> [T, V]."""
         self.computed[request] = 0
-        return torch.cat(
-            [self.step({request: prompt[i : i + chunk]}) for i in range(0, len(prompt), chunk)]
-        )
+        return torch.cat([self.step({request: prompt[i : i + chunk]}) for i in range(0, len(prompt), chunk)])
 
 
 def config_of(name: str, options: Mapping[str, Any]) -> Any:

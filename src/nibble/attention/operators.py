@@ -1,10 +1,10 @@
 """The operators that a compiler of models calls for attention and for recurrent states, and does not look into.
 
-`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py, `nibble::causal_conv`,
-`nibble::recurrence` and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass through the compiled model: the operator is given a number, and finds there the StepContext that the
-model's owner has set. So there is no current step of the process: any number of engines may run side by side. The
-number is an input of the compiled model and no constant, so all engines of a model have the same code, in this process
-and in the next.
+`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py; `nibble::causal_conv`,
+`nibble::recurrence` and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass
+through the compiled model: the operator is given a number, and finds there the StepContext that the model's owner has
+set. So there is no current step of the process: any number of engines may run side by side. The number is an input of
+the compiled model and no constant, so all engines of a model have the same code, in this process and in the next.
 
 Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent states are in recurrent.py.
 """
@@ -179,9 +179,7 @@ def _recurrence(
     return recurrent.recurrence(states, layer, q, k, x, log_decay, beta, delta=delta).contiguous()
 
 
-def _selective(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, step: Tensor, layer: int
-) -> Tensor:
+def _selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, step: Tensor, layer: int) -> Tensor:
     return recurrent.selective(_context(step).recurrent, layer, x, dt, A, B, C).contiguous()
 
 
@@ -199,10 +197,13 @@ _library.define(
 _library.impl("causal_conv", _causal_conv, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::causal_conv", _like_x, lib=_library)
 _library.define(
-    "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta) -> Tensor"
+    "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta) "
+    "-> Tensor"
 )
 _library.impl("recurrence", _recurrence, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::recurrence", _recurrence_fake, lib=_library)
-_library.define("selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor")
+_library.define(
+    "selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor"
+)
 _library.impl("selective", _selective, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::selective", _like_x, lib=_library)

@@ -33,7 +33,7 @@ from nibble.cache.scales import NONE
 from nibble.errors import ConfigError, NibbleError
 from nibble.kernels.recurrence import BLOCK, StateBatch, layer_state
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
-from nibble.model_spec import NO_LAYER, ModelSpec, Phase
+from nibble.model_spec import NO_LAYER, LayerGroup, ModelSpec, Phase, RecurrentGroup
 from nibble.models import linear
 from nibble.models.dsa import lower_topk
 from nibble.models.experts import has_packed_experts
@@ -168,9 +168,13 @@ def _shares_kv(model_spec: ModelSpec) -> bool:
     return any(owner not in (layer, NO_LAYER) for layer, owner in enumerate(model_spec.owner))
 
 
+def _groups(model_spec: ModelSpec) -> tuple[LayerGroup | RecurrentGroup, ...]:
+    return *model_spec.groups, *model_spec.states
+
+
 def _layers(model: Any, model_spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
     """Yield the decoder's layers by name: the first list of modules that have all layers with a cache among them."""
-    cached = {layer for group in (*model_spec.groups, *model_spec.states) for layer in group.layers}
+    cached = {layer for group in _groups(model_spec) for layer in group.layers}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and _layer_indices(module) >= cached:
             yield from ((f"{name}.{i}", layer) for i, layer in enumerate(module))
@@ -186,8 +190,8 @@ def _layer_indices(module: nn.Module) -> set[int]:
 
 def _kind(layer: nn.Module, model_spec: ModelSpec) -> object:
     """Return what layers of one kind have in common: their classes, and what they need of attention and states."""
-    indices, groups = _layer_indices(layer), (*model_spec.groups, *model_spec.states)
-    needs = frozenset(group.name for group in groups if indices.intersection(group.layers))
+    indices = _layer_indices(layer)
+    needs = frozenset(group.name for group in _groups(model_spec) if indices.intersection(group.layers))
     return tuple(map(type, layer.modules())), needs
 
 

@@ -11,7 +11,7 @@ import dis
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nibble.attention.layer import StepContext, attention, select_topk
 from nibble.attention import recurrent as states
+from nibble.attention.layer import StepContext, attention, select_topk
 from nibble.attention.operators import (
     Step,
     attention_op,
@@ -34,7 +34,7 @@ from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT, Recurrence
 from nibble.models.dsa import Selection, indexer_replacements
 from nibble.models.mla import ABSORBED, AbsorbedProjections, absorptions
-from nibble.models.recurrent import FUNCTIONS, RecurrentCall, recurrent_modules
+from nibble.models.recurrent import FUNCTIONS, RecurrentCall, recurrent_modules, silent_parents
 from nibble.models.recurrent import HARMLESS as IMPLEMENTATIONS
 from nibble.models.refusals import MaskRule
 
@@ -243,7 +243,7 @@ def _keep_state(
     return serve(ctx if isinstance(ctx, Step) else ctx.recurrent, call.layer, **arguments)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _recurrent_forward(own: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     """Return the forward() of a recurrent module, around one of recurrent_modules()."""
 
@@ -262,7 +262,7 @@ def _recurrent_forward(own: Callable[..., Any], names: tuple[str, ...]) -> Calla
 
 
 def _hand_on(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward() of a layer that drops keywords, with a mask that carries the context in their place."""
+    """Run the forward() of a layer that keeps keywords to itself, with a mask that carries the context."""
     mask = kwargs.pop("attention_mask", None)
     mask = hidden_states.new_empty(0) if mask is None else mask
     setattr(mask, CONTEXT, kwargs.get(CONTEXT))
@@ -302,11 +302,9 @@ def adapt(model: Any) -> Any:
 def adaptations(model: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Return what adapt() would change, as attributes by module, without changing the model."""
     indexers, recurrent = indexer_replacements(model), list(recurrent_modules(model))
-    modules = {module for module, *_ in recurrent}
-    deaf = [module for module in model.modules() if _drops_keywords(module)]
-    layers = [layer for layer in deaf if modules.intersection(layer.children())]
-    carries = len(deaf) > len(layers)
-    forwards = [(module, _recurrent_forward(*own)) for module, *own in recurrent]
+    layers = silent_parents(model, [module for module, *_ in recurrent])
+    carries = any(_drops_keywords(module) and module not in layers for module in model.modules())
+    forwards = [(module, _recurrent_forward(own, names)) for module, own, names in recurrent]
     forwards += [(layer, _hand_on) for layer in layers]
     mask = [(model, {_MASK: carries})] if indexers or carries else []
     replaced = [(module, {"forward": MethodType(forward, module)}) for module, forward in forwards]

@@ -258,7 +258,9 @@ def _check(calls: Sequence[Call], states: Sequence[RecurrentGroup], text: Pretra
             f"{without[0]}), and have no recurrent state that Nibble sees"
         )
     if beyond := sorted(mixing - set(range(layers))):
-        raise ConfigError(f"{family} cannot be served: its config has {layers} layers, and layer {beyond[0]} attends")
+        raise ConfigError(
+            f"{family} cannot be served: its config has {layers} layers, and layer {beyond[0]} attends"
+        )
     for call in calls:
         queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
         # A cache of pages has one key for each token; other counts would be addressed wrongly.
@@ -280,7 +282,9 @@ def _owners(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
     """Return for each layer the first one that got the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
     # Layers that share KV hand on the very same tensor.
-    owner = {call.layer: first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls}
+    owner = {
+        call.layer: first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls
+    }
     return tuple(owner.get(layer, NO_LAYER) for layer in range(layers))
 
 
@@ -325,9 +329,7 @@ def _with_matrix(need: RecurrentGroup, arguments: Mapping[str, Any]) -> Recurren
         return replace(need, heads=1, rows=rows, columns=columns, key_heads=1)
     (_, key_heads, columns), (_, heads, rows) = arguments["k"].shape, arguments["x"].shape
     key_decay = arguments["log_decay"].dim() == arguments["k"].dim()
-    return replace(
-        need, heads=heads, rows=rows, columns=columns, key_heads=key_heads, key_decay=key_decay
-    )
+    return replace(need, heads=heads, rows=rows, columns=columns, key_heads=key_heads, key_decay=key_decay)
 
 
 def _groups(calls: Sequence[Call], chunks: Mapping[int, int]) -> tuple[LayerGroup, ...]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,9 +127,7 @@ def _step_size(dt: Tensor, bias: Tensor | None, *, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def lightning(
-    serve: Serve, query: Tensor, key: Tensor, value: Tensor, slope: Tensor, **rest: Any
-) -> Tensor:
+def lightning(serve: Serve, query: Tensor, key: Tensor, value: Tensor, slope: Tensor, **rest: Any) -> Tensor:
     """Decay by a constant of each head: query, key and value [1, T, H, D], slope [H] -> [1, T, H, D]."""
     beta_TH = value.new_ones(value.shape[1:3], dtype=torch.float32)
     log_decay_TH = -slope.float().expand_as(beta_TH)
@@ -165,8 +163,8 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..
             yield module, *own
 
 
-@lru_cache(maxsize=None)
-def _own_forward(kind: type) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+@cache
+def _own_forward(kind: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
     """Return the forward() of a class with functions as arguments, and their names; None if it calls none of them."""
     function = inspect.unwrap(kind.forward)
     if not inspect.isfunction(function):
@@ -182,32 +180,60 @@ def _with_arguments(function: Any, names: tuple[str, ...]) -> Callable[..., Any]
 
     It has the globals and the lines of the first, so compilers and tracebacks see the family's own code.
     """
-    code = function.__code__
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError) as error:
-        raise ConfigError(f"{function.__qualname__} cannot be served: its source cannot be read") from error
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or code.co_freevars:
-        raise ConfigError(f"{function.__qualname__} cannot be served: it is more than a plain function")
+    definition, code = _definition(function), function.__code__
+    if code.co_freevars:
+        raise ConfigError(
+            f"{function.__qualname__} cannot be served: it is more than a function of its module"
+        )
     # What decorates it was unwrapped, and annotations may name what exists for type checkers only.
     definition.decorator_list, definition.returns = [], None
-    arguments = definition.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None:
+    for argument in ast.walk(definition.args):
+        if isinstance(argument, ast.arg):
             argument.annotation = None
-    arguments.kwonlyargs += [ast.arg(name) for name in names]
-    arguments.kw_defaults += [None] * len(names)
+    definition.args.kwonlyargs += [ast.arg(name) for name in names]
+    definition.args.kw_defaults += [None] * len(names)
+    tree = ast.fix_missing_locations(ast.Module([definition], type_ignores=[]))
     ast.increment_lineno(tree, code.co_firstlineno - 1)
     scope: dict[str, Any] = {}
-    exec(
-        compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True),
-        function.__globals__,
-        scope,
-    )
+    exec(compile(tree, code.co_filename, "exec", dont_inherit=True), function.__globals__, scope)
     forward: Callable[..., Any] = scope[definition.name]
     forward.__qualname__ = function.__qualname__
     return forward
+
+
+def _definition(function: Any) -> ast.FunctionDef:
+    """Return the parsed source of a function, its first line being line 1."""
+    try:
+        statement = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise ConfigError(f"{function.__qualname__} cannot be served: its source cannot be read") from error
+    if not isinstance(statement, ast.FunctionDef):
+        raise ConfigError(f"{function.__qualname__} cannot be served: it is not written as a function")
+    return statement
+
+
+def silent_parents(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the parents of `modules` whose forward() does not hand on the keywords of its call to them."""
+    children = set(modules)
+    return [
+        parent
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if child in children and not _hands_on(type(parent), name)
+    ]
+
+
+@cache
+def _hands_on(kind: Any, child: str) -> bool:
+    """Return whether the forward() of a class calls a child with keywords of its own call."""
+    # Layers may also be called by the model itself, in a loop.
+    if issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
+        return True
+    calls = [
+        node for node in ast.walk(_definition(inspect.unwrap(kind.forward))) if isinstance(node, ast.Call)
+    ]
+    own = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == child]
+    return any(keyword.arg is None for call in own for keyword in call.keywords)
 
 
 def _lightning_forward(

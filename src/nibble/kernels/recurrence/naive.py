@@ -82,23 +82,25 @@ def recurrence(
         if piece.tokens_NR.numel():
             q_NRHK = _per_head(q_TGK[piece.tokens_NR].float(), heads)
             x_NRHXK = torch.stack((_rows(piece, keys_NJHK), q_NRHK) if delta else (q_NRHK,), dim=3)
-            seen_NHXRV, weights_JNHXR = _reads(piece, x_NRHXK, keys_NJHK, sums_NJHD, matrix_KNHV)
-            value_NHRV = v_THV[piece.tokens_NR].float().transpose(1, 2)
-            beta_NHR1 = 1 if beta_TH is None else beta_TH[piece.tokens_NR].float().transpose(1, 2)[..., None]
-            dtype = state.updates_SPHV.dtype
+            seen_XRNHV, weights_JXRNH = _reads(piece, x_NRHXK, keys_NJHK, sums_NJHD, matrix_KNHV)
+            update_RNHV = v_THV[piece.tokens_NR].float().transpose(0, 1)
             if delta:
-                value_NHRV = value_NHRV - seen_NHXRV[:, :, 0]
-                _solve(piece, value_NHRV, beta_NHR1, weights_JNHXR[:, :, :, 0], updates_JNHV, dtype)
-            else:
-                update_NRHV = (value_NHRV * beta_NHR1).to(dtype).float().transpose(1, 2)
-                updates_JNHV[piece.places_NR, _each(piece)] = update_NRHV
-            o_NHRV = seen_NHXRV[:, :, -1] + _total(
-                weights_JNHXR[:, :, :, -1, :, None] * updates_JNHV[:, :, :, None]
-            )
-            o_THV[piece.tokens_NR] = o_NHRV.transpose(1, 2).to(o_THV.dtype)
+                update_RNHV = update_RNHV - seen_XRNHV[0]
+            if beta_TH is not None:
+                beta_RNH = beta_TH[piece.tokens_NR].float().transpose(0, 1)
+                update_RNHV, weights_JXRNH[:, :-1] = (
+                    update_RNHV * beta_RNH[..., None],
+                    weights_JXRNH[:, :-1] * beta_RNH,
+                )
+            if delta:
+                _solve(piece, update_RNHV, weights_JXRNH[:, 0], updates_JNHV, state.updates_SPHV.dtype)
+            update_RNHV = update_RNHV.to(state.updates_SPHV.dtype)
+            updates_JNHV[piece.places_NR, piece.index_N1] = update_RNHV.float().transpose(0, 1)
+            o_RNHV = seen_XRNHV[-1] + _total(weights_JXRNH[:, -1, ..., None] * updates_JNHV[:, None])
+            o_THV[piece.tokens_NR] = o_RNHV.transpose(0, 1).to(o_THV.dtype)
             if piece.keeps:
                 _store(piece, state.keys_SPGK, k_TGK[piece.tokens_NR])
-                _store(piece, state.updates_SPHV, updates_JNHV[piece.places_NR, _each(piece)])
+                _store(piece, state.updates_SPHV, update_RNHV.transpose(0, 1))
                 _store(piece, sums_SPHD, _rows(piece, sums_NJHD))
         if len(piece.complete_M):
             complete = piece.complete_M
@@ -131,19 +133,20 @@ def selective(
     key_T1K = B_TK[:, None].to(state.keys_SPGK.dtype)
     matrices_KBHC = _load(state, batch)
     for piece in pieces(batch, state.keys_SPGK.shape[1], x_TC.device):
+        last = piece.most_stored + piece.tokens_NR.shape[1]
         # Places without a token have dt = 0 and no update: they change nothing.
-        keys_JKN1 = _places(piece, state.keys_SPGK, key_T1K)[:, : piece.last].permute(1, 3, 0, 2)
+        keys_JKN1 = _places(piece, state.keys_SPGK, key_T1K)[:, :last].permute(1, 3, 0, 2)
         updates_J1NC, dt_J1NC = (
-            _places(piece, stored, rows)[:, : piece.last].permute(1, 2, 0, 3)
+            _places(piece, stored, rows)[:, :last].permute(1, 2, 0, 3)
             for stored, rows in ((state.updates_SPHV, update_T1C), (state.decays, dt_T1C))
         )
         fade_JKNC, new_JKNC = (dt_J1NC * A_K1C).exp(), keys_JKN1 * updates_J1NC
         matrix_KNC = matrices_KBHC[:, piece.requests_N, 0]
         states_JKNC = torch.empty_like(new_JKNC)
-        for place in range(piece.last):
+        for place in range(last):
             matrix_KNC = torch.add(matrix_KNC * fade_JKNC[place], new_JKNC[place], out=states_JKNC[place])
         if piece.tokens_NR.numel():
-            states_NRKC = states_JKNC.transpose(1, 2)[piece.places_NR, _each(piece)]
+            states_NRKC = states_JKNC.transpose(1, 2)[piece.places_NR, piece.index_N1]
             C_KNR1 = C_TK[piece.tokens_NR].float().permute(2, 0, 1)[..., None]
             y_TC[piece.tokens_NR] = _total(states_NRKC.permute(2, 0, 1, 3) * C_KNR1).to(y_TC.dtype)
             if piece.keeps:
@@ -172,14 +175,10 @@ def _total(x: Tensor) -> Tensor:
     return x[0]
 
 
-def _each(piece: Piece) -> Tensor:
-    """Return the index [N, 1] that goes with places."""
-    return torch.arange(len(piece.slots_N), device=piece.slots_N.device)[:, None]
-
-
 def _per_head(x_NXGK: Tensor, heads: int) -> Tensor:
     """Repeat heads of keys for the heads that they serve, which follow one another."""
-    return x_NXGK.repeat_interleave(heads // x_NXGK.shape[2], dim=2)
+    times = heads // x_NXGK.shape[2]
+    return x_NXGK if times == 1 else x_NXGK.repeat_interleave(times, dim=2)
 
 
 def _load(state: LayerState, batch: StateBatch) -> Tensor:
@@ -195,91 +194,87 @@ def _load(state: LayerState, batch: StateBatch) -> Tensor:
 def _places(piece: Piece, stored_SPHX: Tensor, rows_THX: Tensor | None = None) -> Tensor:
     """Return what the places of a block have, in float32 [N, J, H, X]: stored, or of this step, or else zeros."""
     blocks_SYJHX = stored_SPHX.unflatten(1, (-1, BLOCK))
-    x_NJHX = blocks_SYJHX[piece.slots_N, piece.blocks_N % blocks_SYJHX.shape[1]]
-    live_NJ = torch.arange(BLOCK, device=x_NJHX.device) < piece.stored_N[:, None]
-    x_NJHX = x_NJHX.where(live_NJ[..., None, None], 0).float()
+    x_NJHX = blocks_SYJHX[piece.slots_N, piece.blocks_N].where(piece.live_NJ11, 0).float()
     if rows_THX is not None:
-        x_NJHX[_each(piece), piece.places_NR] = rows_THX[piece.tokens_NR].float()
+        x_NJHX[piece.index_N1, piece.places_NR] = rows_THX[piece.tokens_NR].float()
     return x_NJHX
 
 
 def _rows(piece: Piece, x_NJHX: Tensor) -> Tensor:
     """Return the places of this step's tokens [N, R, H, X]."""
-    return x_NJHX[_each(piece), piece.places_NR]
+    return x_NJHX[piece.index_N1, piece.places_NR]
 
 
 def _store(piece: Piece, stored_SPHX: Tensor, rows_NRHX: Tensor) -> None:
     """Store the rows of this step's tokens."""
-    places_NR = (piece.blocks_N[:, None] * BLOCK + piece.places_NR) % stored_SPHX.shape[1]
-    stored_SPHX[piece.slots_N[:, None], places_NR] = rows_NRHX.to(stored_SPHX.dtype)
+    stored_SPHX[piece.slots_N[:, None], piece.kept_NR] = rows_NRHX.to(stored_SPHX.dtype)
 
 
 def _sums(piece: Piece, sums_SPHD: Tensor, decay_THD: Tensor) -> Tensor:
     """Return the sums of log decays at all places of a block [N, J, H, D]."""
-    sums_NJHD, each = _places(piece, sums_SPHD), _each(piece)[:, 0]
-    decay_NRHD = decay_THD[piece.tokens_NR]
-    sum_NHD = sums_NJHD[each, piece.stored_N - 1]  # zero where none is stored: the last place is
-    for row in range(decay_NRHD.shape[1]):
-        sum_NHD = sum_NHD + decay_NRHD[:, row]
-        sums_NJHD[each, piece.places_NR[:, row]] = sum_NHD
+    sums_NJHD, sums_RNHD = _places(piece, sums_SPHD), []
+    sum_NHD = sums_NJHD[
+        piece.index_N1[:, 0], piece.stored_N - 1
+    ]  # where none is stored, the last place, a zero
+    for decay_NHD in decay_THD[piece.tokens_NR].unbind(1):
+        sum_NHD = sum_NHD + decay_NHD
+        sums_RNHD.append(sum_NHD)
+    if sums_RNHD:
+        sums_NJHD[piece.index_N1, piece.places_NR] = torch.stack(sums_RNHD, dim=1)
     return sums_NJHD
 
 
 def _reads(
     piece: Piece, x_NRHXK: Tensor, keys_NJHK: Tensor, sums_NJHD: Tensor, matrix_KNHV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what rows x read of the matrix [N, H, X, R, V], and how they weigh updates [J, N, H, X, R].
+    """Return what rows x read of the matrix [X, R, N, H, V], and how they weigh updates [J, X, R, N, H].
 
     Queries are the last of X; keys, where they are before them, do not see their own place.
     """
-    x_KNHXR, keys_KNHJ = (
-        x_NRHXK.permute(4, 0, 2, 3, 1).contiguous(),
+    x_KXRNH, keys_KNHJ = (
+        x_NRHXK.permute(4, 3, 1, 0, 2).contiguous(),
         keys_NJHK.permute(3, 0, 2, 1).contiguous(),
     )
     # --- e^(G_i - G_j), and behind the places e^G_i
-    sums_DNHR1 = _rows(piece, sums_NJHD).permute(3, 0, 2, 1)[..., None]
-    sums_DNH1J = torch.nn.functional.pad(sums_NJHD.permute(3, 0, 2, 1), (0, 1))[..., None, :]
-    fade_DNHRJ = (sums_DNHR1 - sums_DNH1J).exp()
-    fade_DNHR, fade_DNHRJ = fade_DNHRJ[..., -1], fade_DNHRJ[..., :-1]
+    sums_DRNH1 = _rows(piece, sums_NJHD).permute(3, 1, 0, 2)[..., None]
+    sums_DNHJ = torch.nn.functional.pad(sums_NJHD.permute(3, 0, 2, 1), (0, 1))
+    fade_DRNHJ = (sums_DRNH1 - sums_DNHJ[:, None]).exp()
+    fade_D1RNH, fade_D1RNHJ = fade_DRNHJ[:, None, ..., -1], fade_DRNHJ[:, None, ..., :-1]
     # --- the matrix
-    seen_NHXRV = _total((x_KNHXR * fade_DNHR[:, :, :, None])[..., None] * matrix_KNHV[:, :, :, None, None])
+    seen_XRNHV = _total((x_KXRNH * fade_D1RNH)[..., None] * matrix_KNHV[:, None, None])
     # --- the places
-    if len(fade_DNHRJ) == 1:
-        weights_NHXRJ = (
-            _total(x_KNHXR[..., None] * keys_KNHJ[:, :, :, None, None]) * fade_DNHRJ[0][:, :, None]
-        )
+    x_KXRNH1, keys_K11NHJ = x_KXRNH[..., None], keys_KNHJ[:, None, None]
+    if len(fade_DRNHJ) == 1:
+        weights_XRNHJ = _total(x_KXRNH1 * keys_K11NHJ) * fade_D1RNHJ[0]
     else:
-        weights_NHXRJ = _total(x_KNHXR[..., None] * (keys_KNHJ[:, :, :, None] * fade_DNHRJ)[:, :, :, None])
-    unseen_X = torch.arange(x_NRHXK.shape[3] - 1, -1, -1, device=keys_KNHJ.device)
-    places_J = torch.arange(BLOCK, device=keys_KNHJ.device)
-    live_N1XRJ = (places_J + unseen_X[:, None, None] <= piece.places_NR[:, None, :, None])[:, None]
-    return seen_NHXRV, weights_NHXRJ.where(live_N1XRJ, 0).permute(4, 0, 1, 2, 3).contiguous()
+        weights_XRNHJ = _total(x_KXRNH1 * (keys_K11NHJ * fade_D1RNHJ))
+    weights_XRNHJ = weights_XRNHJ.where(piece.seen_2RN1J[-len(weights_XRNHJ) :], 0)
+    return seen_XRNHV, weights_XRNHJ.permute(4, 0, 1, 2, 3).contiguous()
 
 
 def _solve(
-    piece: Piece,
-    residual_NHRV: Tensor,
-    beta_NHR1: Tensor | int,
-    weights_JNHR: Tensor,
-    updates_JNHV: Tensor,
-    dtype: torch.dtype,
+    piece: Piece, update_RNHV: Tensor, weights_JRNH: Tensor, updates_JNHV: Tensor, dtype: torch.dtype
 ) -> None:
-    """Fill in the updates of the delta rule, of which each depends on those before it.
+    """Make updates by the delta rule, each of which depends on those before it, in their order.
 
     Args:
         piece: Where they belong.
-        residual_NHRV: Values, less what keys read of the matrix.
-        beta_NHR1: Learning rates.
-        weights_JNHR: How keys weigh updates.
-        updates_JNHV: Those before the step; the others are added.
+        update_RNHV: What they are but for other updates; changed.
+        weights_JRNH: By how much other updates lessen them.
+        updates_JNHV: Those before the step.
         dtype: What they are rounded to.
     """
-    each = _each(piece)[:, 0]
-    for row in range(residual_NHRV.shape[2]):
-        seen_NHV = _total(weights_JNHR[:, :, :, row, None] * updates_JNHV)
-        beta_NH1 = beta_NHR1 if isinstance(beta_NHR1, int) else beta_NHR1[:, :, row]
-        update_NHV = (residual_NHRV[:, :, row] - seen_NHV) * beta_NH1
-        updates_JNHV[piece.places_NR[:, row], each] = update_NHV.to(dtype).float()
+    stored = slice(piece.most_stored)
+    stored_JRNHV = weights_JRNH[stored, ..., None] * updates_JNHV[stored, None]
+    for seen_RNHV in stored_JRNHV.unbind(0):
+        update_RNHV -= seen_RNHV
+    # The place of row R differs between requests.
+    weights_RRNH1 = weights_JRNH.permute(2, 0, 1, 3)[piece.index_N1, piece.places_NR].permute(1, 2, 0, 3)[
+        ..., None
+    ]
+    for update_NHV, weights_RNH1 in zip(update_RNHV.unbind(0), weights_RRNH1.unbind(0), strict=True):
+        update_NHV.copy_(update_NHV.to(dtype))
+        update_RNHV -= weights_RNH1 * update_NHV  # weights of a row itself, and of those before it, are zero
 
 
 def _advance(matrix_KMHV: Tensor, keys_MJHK: Tensor, updates_JMHV: Tensor, sums_MJHD: Tensor) -> Tensor:

@@ -22,25 +22,33 @@ from nibble.kernels.state_formats import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of requests within a block each. All tensors are int64."""
+    """Tokens of requests within a block each. Tensors are int64."""
 
     requests_N: Tensor
     """Indices in the batch."""
     slots_N: Tensor
+    index_N1: Tensor
+    """0, 1, 2, ..., which goes with places."""
     blocks_N: Tensor
-    """Position of each block, divided by BLOCK."""
+    """Which block of the places each is kept in."""
     stored_N: Tensor
     """Tokens of the block before this step, whose keys and updates are read."""
+    live_NJ11: Tensor
+    """Whether places of the block have such tokens; boolean."""
     tokens_NR: Tensor
     """Rows of the step; R is 0 where a state is only brought forward."""
     places_NR: Tensor
     """Their places in the block."""
+    seen_2RN1J: Tensor
+    """Whether a place is before a token's own, and whether it is that or before it; boolean."""
+    kept_NR: Tensor
+    """Their places of all P."""
     complete_M: Tensor
     """Which of N fill the block, and need the state at its end."""
     final_L: Tensor
     """Which of M keep that state in their slots."""
-    last: int
-    """Place behind the last of any request's tokens."""
+    most_stored: int
+    """The largest of `stored_N`."""
     keeps: bool
     """Whether later steps read any of these tokens."""
 
@@ -85,7 +93,7 @@ def pieces(batch: StateBatch, places: int, device: torch.device) -> tuple[Piece,
             # New tokens of all requests begin in round 0, and states are brought forward before.
             rounds[part.block - start // BLOCK, part.rows].append(part)
         row += length
-    return tuple(_piece(batch, rounds[key], device) for key in sorted(rounds))
+    return tuple(_piece(batch, rounds[key], places, device) for key in sorted(rounds))
 
 
 def _parts(batch: StateBatch, request: int, row: int) -> list[_Part]:
@@ -104,23 +112,29 @@ def _parts(batch: StateBatch, request: int, row: int) -> list[_Part]:
     return parts
 
 
-def _piece(batch: StateBatch, parts: list[_Part], device: torch.device) -> Piece:
+def _piece(batch: StateBatch, parts: list[_Part], places: int, device: torch.device) -> Piece:
     def tensor(values: Sequence[int]) -> Tensor:
         return _indices(values, device)
 
     offsets_R = torch.arange(parts[0].rows, device=device)
-    stored_N = tensor([part.stored for part in parts])
+    stored_N, block_N = tensor([part.stored for part in parts]), tensor([part.block for part in parts])
+    places_NR, places_J = stored_N[:, None] + offsets_R, torch.arange(BLOCK, device=device)
+    seen_2RNJ = torch.stack((places_J < places_NR.t()[..., None], places_J <= places_NR.t()[..., None]))
     complete = [n for n, part in enumerate(parts) if part.is_complete]
     return Piece(
         requests_N=tensor([part.request for part in parts]),
         slots_N=tensor([batch.slots[part.request] for part in parts]),
-        blocks_N=tensor([part.block for part in parts]),
+        index_N1=torch.arange(len(parts), device=device)[:, None],
+        blocks_N=block_N % (places // BLOCK),
         stored_N=stored_N,
+        live_NJ11=(places_J < stored_N[:, None])[..., None, None],
         tokens_NR=tensor([part.first_row for part in parts])[:, None] + offsets_R,
-        places_NR=stored_N[:, None] + offsets_R,
+        places_NR=places_NR,
+        seen_2RN1J=seen_2RNJ[..., None, :],
+        kept_NR=(block_N[:, None] * BLOCK + places_NR) % places,
         complete_M=tensor(complete),
         final_L=tensor([m for m, n in enumerate(complete) if parts[n].is_final]),
-        last=max(part.stored for part in parts) + parts[0].rows,
+        most_stored=max(part.stored for part in parts),
         keeps=any(part.keeps for part in parts),
     )
 
