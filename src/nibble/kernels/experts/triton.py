@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
-from nibble.kernels.codecs.small_floats import TWO_120
+from nibble.kernels.codecs.small_floats import HAS_PTX, TWO_120
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
 from nibble.kernels.experts.decode import NVFP4_REST, factors, unpack
 from nibble.kernels.experts.matrices import PackedExperts
@@ -77,6 +77,20 @@ def _plain_product(
         x_IM = tl.load(x_at + start, mask=keep_I[:, None] & live_M[None, :], other=0.0)
         sum_NM = tl.dot(weight_NI, x_IM, sum_NM, input_precision="ieee")
         weight_at += BI * stride_I
+    return sum_NM
+
+
+@triton.jit
+def _wait_for_products(sum_NM):
+    """Return sums in float32 as they are, when the products that they are the result of have ended.
+
+    SM90's products read unpacked weights from registers while the program goes on. Triton lets a loop's last product
+    run into the next step, and that writes these registers before it waits, with pointers at times: PTX does not say
+    what is multiplied then. No instruction is made here, but before a use that is no product Triton waits. (PTX ISA,
+    "wgmma.wait_group"; triton-lang/triton, issue 9433)
+    """
+    if HAS_PTX:
+        sum_NM = tl.inline_asm_elementwise("", "=f,0", [sum_NM], tl.float32, is_pure=False, pack=1)
     return sum_NM
 
 
@@ -137,7 +151,7 @@ def _packed_product(
             next_at = (start + BI) // GROUP + tl.zeros((BN,), tl.int32)
             next_N = tl.load(scale_N + next_at * OUTPUTS, mask=keep_N & (next_at < GROUPS), other=0.0)
         else:
-            sum_NM = part_NM
+            sum_NM = _wait_for_products(part_NM)
     if SCALES == "" and GROUP == 0:
         sum_NM *= next_N.to(tl.float32)[:, None]
     if SCALES == "e4m3":
