@@ -104,8 +104,8 @@ class Config:
     )
     state_format: str = option(
         "fp32",
-        "Recurrent states of hybrid models: fp32, bf16, fp8 or int8 (with a scale for each row). They are rounded every "
-        "16 tokens, not at each.",
+        "Recurrent states of hybrid models: fp32, bf16, fp8 or int8 (with a scale for each row). They are rounded "
+        "every 16 tokens, not at each.",
     )
     state_interval: int = option(
         2048,

@@ -48,7 +48,10 @@ def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid:
     for chunk in (1, 7, 64):
         same(answer(engine(hybrid, token_budget=chunk, **fixed), [PROMPT]), cold)
     same(answer(engine(hybrid, **fixed), [PROMPT, *OTHERS]), cold)
-    for pressed in (preempting(engine(hybrid, prefix_cache=False, **fixed)), preempting(engine(hybrid, **fixed))):
+    for pressed in (
+        preempting(engine(hybrid, prefix_cache=False, **fixed)),
+        preempting(engine(hybrid, **fixed)),
+    ):
         preempted = answer(pressed, [OTHERS[2], PROMPT], target=1)
         assert pressed.engine.scheduler.metrics.preemptions > 0
         same(preempted, cold)
@@ -89,7 +92,10 @@ def test_an_abort_leaves_neighbours_as_they_are(hybrid: Path) -> None:
     from nibble import SamplingParams
 
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
-    neighbour, mine = llm.engine.submit(OTHERS[2], params, pieces.append), llm.engine.submit(PROMPT, params, pieces.append)
+    neighbour, mine = (
+        llm.engine.submit(OTHERS[2], params, pieces.append),
+        llm.engine.submit(PROMPT, params, pieces.append),
+    )
     for _ in range(3):
         llm.engine.step()
     llm.engine.abort(neighbour)
@@ -106,7 +112,8 @@ def test_states_of_garbage_are_never_read(hybrid: Path) -> None:
     from nibble.engine.build import build
 
     engine_, _ = build(
-        Config(model=str(hybrid), kv_format="bf16", kv_memory="8MiB", max_running=8, kv_scales="one"), poison=True
+        Config(model=str(hybrid), kv_format="bf16", kv_memory="8MiB", max_running=8, kv_scales="one"),
+        poison=True,
     )
     assert engine_.runner.states is not None
     cold = answer(engine(hybrid), [PROMPT])
@@ -119,4 +126,8 @@ def test_states_of_garbage_are_never_read(hybrid: Path) -> None:
     while engine_.busy:
         engine_.step()
     assert ticket[0].token_ids[len(PROMPT) :] == list(cold[0])
-    assert all(torch.isfinite(x.planes[0][0].float()).all() for x in engine_.runner.states.layers.values() if x.planes)
+    assert all(
+        torch.isfinite(x.planes[0][0].float()).all()
+        for x in engine_.runner.states.layers.values()
+        if x.planes
+    )

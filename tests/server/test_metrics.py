@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import nibble
 from conftest import FakeEngine  # type: ignore[attr-defined]
+from nibble.cache.states import StateStats
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
@@ -33,6 +35,10 @@ TIER = {
 WINDOW = {
     "window_total": 40, "window_free": 12, "window_in_use": 20, "window_idle": 8, "window_attached": 11,
     "window_evicted": 3, "window_snapshot_hits": 6, "window_snapshot_misses": 2, "window_replayed_tokens": 96,
+}  # fmt: skip
+STATES = {
+    "states_total": 9, "states_free": 2, "states_in_use": 4, "states_idle": 3, "states_attached": 5,
+    "states_evicted": 2, "states_snapshot_hits": 7, "states_snapshot_misses": 1, "states_replayed_tokens": 48,
 }  # fmt: skip
 WATCH = {
     "fidelity_samples": 7, "fidelity_alerts": 2, "fidelity_alert": 1, "fidelity_skipped_cached": 4,
@@ -179,7 +185,7 @@ def test_a_refused_request_leaves_nothing() -> None:
 def test_numbers_of_the_engine() -> None:
     engine = FakeEngine()
     meters = meters_of(engine)
-    engine.stats, engine.restarts = STATS | TIER | WINDOW, 2  # read when asked, and not before
+    engine.stats, engine.restarts = STATS | TIER | WINDOW | STATES, 2  # read when asked, and not before
     found = read(meters)
     assert found["num_requests_running",] == 5 and found["num_requests_waiting",] == 3
     assert found["kv_cache_usage_perc",] == 0.6
@@ -189,11 +195,15 @@ def test_numbers_of_the_engine() -> None:
     assert frames == {"free": 10, "idle": 5, "hot": 16, "held": 19}
     exact = {key[1]: value for key, value in found.items() if key[0] == "kv_window_pages"}
     assert exact == {"held": 20, "idle": 8, "free": 12} and found["kv_window_snapshot_pages",] == 11
+    slots = {key[1]: value for key, value in found.items() if key[0] == "recurrent_state_slots"}
+    assert slots == {"held": 4, "idle": 3, "free": 2} and found["recurrent_state_snapshots",] == 5
     for name, value in {
         "prefix_cache_queries": 400, "prefix_cache_hits": 100, "num_preemptions": 2, "engine_restarts": 2,
         "host_tier_saved_pages": 21, "host_tier_loaded_pages": 12, "host_tier_dropped_pages": 11,
         "host_tier_spilled_requests": 1, "prefill_tokens_computed": 90, "kv_window_snapshot_hits": 6,
         "kv_window_snapshot_misses": 2, "kv_window_replayed_tokens": 96, "kv_window_evicted_pages": 3,
+        "recurrent_state_hits": 7, "recurrent_state_misses": 1, "recurrent_state_replayed_tokens": 48,
+        "recurrent_state_evicted_slots": 2,
     }.items():  # fmt: skip
         assert found[f"{name}_total",] == value
     assert found["engine_up",] == 1
@@ -208,19 +218,22 @@ def test_numbers_of_an_engine_that_is_not_there() -> None:
     found = read(meters)
     assert ("num_requests_running",) not in found, "how things stood when it died is not how they stand"
     assert found["prefix_cache_hits_total",] == 100
-    assert not [key for key in found if key[0].startswith(("host_tier", "kv_window"))]
+    assert not [key for key in found if key[0].startswith(("host_tier", "kv_window", "recurrent_state"))]
 
 
 def test_all_that_is_read_of_the_engine_is_there() -> None:
-    """The names are those of the scheduler's Metrics, the cache's, the exact window's and the host tier's."""
+    """The names are those of the scheduler's Metrics, the cache's, the exact window's and the host tier's; and of
+    recurrent states, which this model has not."""
     from nibble.engine.llm import LLM
     from nibble.server.worker import engine_stats
 
     llm = LLM("demo-mla", kv_format="nvfp4_ds_mla", kv_window=64, hisparse="on", kv_memory="64MiB")
     llm.generate("def f(", max_tokens=2)
-    there = engine_stats(llm)
+    there = engine_stats(llm) | {f"states_{entry.name}": 0.0 for entry in fields(StateStats)}
     assert {row.key for row in (*GAUGES, *COUNTERS)} - set(there) == {"tier_held"}, "which is worked out"
-    assert set(STATS | TIER | WINDOW) == set(there), "what these tests feed is not what an engine says"
+    assert set(STATS | TIER | WINDOW | STATES) == set(there), (
+        "what these tests feed is not what an engine says"
+    )
 
 
 # HTTP

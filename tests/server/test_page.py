@@ -64,11 +64,17 @@ WINDOW_STATS = {
     "window_evicted": 3.0, "window_snapshot_hits": 6.0, "window_snapshot_misses": 2.0, "window_replayed_tokens": 96.0,
 }  # fmt: skip
 
+STATE_STATS = {
+    "states_total": 9.0, "states_free": 2.0, "states_in_use": 4.0, "states_idle": 3.0, "states_attached": 5.0,
+    "states_evicted": 1.0, "states_snapshot_hits": 7.0, "states_snapshot_misses": 2.0, "states_replayed_tokens": 48.0,
+}  # fmt: skip
+STATES = {"format": "int8", "bytes_per_slot": 26 << 20}
+
 
 def page_app(engine: FakeEngine, **settings: Any) -> FastAPI:
-    about = {**ABOUT, "hisparse": TIER, "kv_window": 64, "dtype": "bfloat16"}
+    about = {**ABOUT, "hisparse": TIER, "kv_window": 64, "dtype": "bfloat16", "states": STATES}
     engine.ready = wire.Ready(64, 256, about)
-    engine.stats = STATS | TIER_STATS | WINDOW_STATS
+    engine.stats = STATS | TIER_STATS | WINDOW_STATS | STATE_STATS
     return make_app(engine, FakeTokens(), "m", Settings(**settings))
 
 
@@ -176,6 +182,15 @@ def test_pages_of_an_exact_window_add_up() -> None:
     assert cache_view(STATS, ABOUT)["window"] is cache_view({}, about)["window"] is None
 
 
+def test_slots_of_recurrent_states_add_up() -> None:
+    found = cache_view({**STATS, **STATE_STATS}, {**ABOUT, "states": STATES})["states"]
+    assert found == {
+        "format": "int8", "bytes_per_slot": 26 << 20, "slots": 9, "free": 2, "held": 4, "idle": 3, "snapshots": 5,
+        "evicted_slots": 1, "hits": 7, "misses": 2, "replayed_tokens": 48,
+    }  # fmt: skip
+    assert cache_view(STATS, ABOUT)["states"] is cache_view({}, {**ABOUT, "states": STATES})["states"] is None
+
+
 # In a browser
 
 
@@ -218,6 +233,15 @@ def test_an_exact_window_is_shown(browser: Any) -> None:
         assert page.text_content("#window-title") == "Exact window: the newest 64 tokens in bfloat16"
         assert "held by requests: 20" in page.text_content("#window-legend")
         assert "6 went on at a snapshot, 2 had none" in page.text_content("#window-note")
+
+
+@pytest.mark.slow
+def test_recurrent_states_are_shown(browser: Any) -> None:
+    with opened(browser, FakeEngine()) as page:
+        page.wait_for_selector("#states:not([hidden])")
+        assert page.text_content("#states-title") == "Recurrent states in int8: 26.0 MiB a request"
+        assert "slots held by requests: 4" in page.text_content("#states-legend")
+        assert "7 went on at a snapshot, 2 had none" in page.text_content("#states-note")
 
 
 @pytest.mark.slow

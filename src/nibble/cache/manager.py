@@ -105,7 +105,6 @@ class CacheManager:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
         in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        window, states = (books.stats if books else None for books in (self._window, self._states))
         return replace(
             self._stats,
             free=free,
@@ -113,8 +112,8 @@ class CacheManager:
             cached=len(self._radix),
             idle=idle,
             tier=tier,
-            window=window,
-            states=states,
+            window=self._window.stats if self._window else None,
+            states=self._states.stats if self._states else None,
         )
 
     @property

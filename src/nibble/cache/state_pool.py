@@ -37,7 +37,7 @@ class StatePool:
         """By layer."""
         for group in groups:
             for layer in group.layers:
-                self.layers[layer] = layer_state(group, num_slots, format, dtype, 0, device)
+                self.layers[layer] = layer_state(group, num_slots, format, getattr(torch, dtype), 0, device)
         if poison:
             self.poison()
 

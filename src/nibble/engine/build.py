@@ -42,7 +42,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
-from nibble.errors import ScaleError
+from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
@@ -141,6 +141,11 @@ def preflight(
 def _runnable(engine_plan: EnginePlan) -> EnginePlan:
     """Return the plan; raise ConfigError where it cannot run, or its weights cannot be read."""
     require_runnable(engine_plan.plan)
+    if engine_plan.plan.states and not engine_plan.hardware.is_cpu:
+        raise ConfigError(
+            f"{engine_plan.model_spec.family} has layers that keep a recurrent state, and this version computes those "
+            "on CPUs only: --device cpu"
+        )
     require_readable(engine_plan.model_spec.stored_weights)
     return engine_plan
 
@@ -261,7 +266,7 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
     if states is None:
         return None
     return StatePool(
-        engine_plan.model_spec.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
+        engine_plan.plan.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
         poison=poison,
     )  # fmt: skip
 
@@ -330,7 +335,7 @@ def _engine(
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         # Pages of another layout or of other scales must never be shared.
-        namespace=f"{plan.fingerprint}/{scales.version}" + (f"/{config.state_format}" if states else ""),
+        namespace=f"{plan.fingerprint}/{scales.version}",
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.

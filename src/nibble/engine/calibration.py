@@ -124,7 +124,7 @@ def measure_scales(
     lengths = [cdiv(len(piece), plan.page_size) for piece in pieces]
     pool = PagedPool(plan.layout, sum(lengths), kv_scales.NONE, cache_plan.hardware.device)
     # All prompts stay in the cache, so that statistics need not be gathered on the way.
-    groups, count = cache_plan.model_spec.states, len(pieces)
+    groups, count = plan.states, len(pieces)
     states = StatePool(groups, count, EXACT_STATES, plan.dtype, pool.device) if groups else None
     tables = PageTables(count, max(lengths), pool.device)
     runner = ModelRunner(model, plan, pool, adapters(plan), tables, states=states)

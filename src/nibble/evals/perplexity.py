@@ -30,18 +30,22 @@ from torch.nn import functional as F
 
 from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
+from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.window import ExactCache
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
+from nibble.cache.state_pool import StatePool
 from nibble.engine.calibration import builtin_texts
 from nibble.engine.model_runner import adapters
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels import cdiv
+from nibble.kernels.recurrence import StateBatch
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models import hook
 from nibble.models.checkpoint import download
 from nibble.models.hook import attention_mask_for
+from nibble.models.recurrent import RecurrentCall
 
 HELDOUT = "heldout.txt"
 LOGIT_BYTES = 1 << 30
@@ -301,6 +305,10 @@ class Shadow(hook.Observer):
         # The model goes on with the yardstick's answer, so no layer's input has the error of one before it.
         return expected[None]
 
+    def observe_recurrent(self, call: RecurrentCall) -> Tensor:
+        """Return what the yardstick's states answer; schemes are compared where layers attend."""
+        return hook.keep_state(self._baseline, call)
+
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
     """Return ||output - expected|| / ||expected||, over all tokens and heads."""
@@ -321,7 +329,17 @@ def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.devi
         batch = replace(batch, exact_table_BN=table.clamp(max=exact.empty_page))
     meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=exact_slots_T)
     pool = PagedPool(plan.layout, pages, scales, device, exact=exact.pool if exact else None)
-    return StepContext(plan, pool, adapters(plan), meta, exact=exact)
+    return StepContext(
+        plan, pool, adapters(plan), meta, exact=exact, recurrent=_prompt_states(plan, tokens, device)
+    )
+
+
+def _prompt_states(plan: Plan, tokens: int, device: torch.device) -> RecurrentStates | None:
+    """Return recurrent states for one whole prompt, where layers have any."""
+    if not plan.states:
+        return None
+    pool = StatePool(plan.states, 1, plan.state_format, plan.dtype, device)
+    return RecurrentStates(pool.layers, StateBatch((0,), (0,), (tokens,), (0,), (tokens,)))
 
 
 @torch.inference_mode()

@@ -46,6 +46,7 @@ from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from nibble.models import hook
+from nibble.models.recurrent import RecurrentCall
 from nibble.spec import CacheSpec, LayerRule
 
 
@@ -193,6 +194,10 @@ class _Trial(hook.Observer):
         if self.candidate is None:
             self.outputs[call.layer] = output
         return output
+
+    def observe_recurrent(self, call: RecurrentCall) -> Tensor:
+        """Return what states answer, which no candidate is about."""
+        return hook.keep_state(self.exact, call)
 
 
 @dataclass(frozen=True)

@@ -230,17 +230,20 @@ def _keep_state(
             "this family cannot be served right"
         )
     call = RecurrentCall(layer_index(module), rule, arguments)
-    if isinstance(ctx, Observer):
-        return ctx.observe_recurrent(call)
+    return ctx.observe_recurrent(call) if isinstance(ctx, Observer) else keep_state(ctx, call)
+
+
+def keep_state(ctx: StepContext | Step, call: RecurrentCall) -> Tensor:
+    """Bring a layer's states forward in the context of a step, and return what they answer."""
     is_compiled = isinstance(ctx, Step)
     serve: Any
-    if rule == "conv":
+    if call.rule == "conv":
         serve = conv_op if is_compiled else states.conv
-    elif rule == "selective":
+    elif call.rule == "selective":
         serve = selective_op if is_compiled else states.selective
     else:
-        serve = partial(recurrence_op if is_compiled else states.recurrence, delta=rule == "delta")
-    return serve(ctx if isinstance(ctx, Step) else ctx.recurrent, call.layer, **arguments)
+        serve = partial(recurrence_op if is_compiled else states.recurrence, delta=call.rule == "delta")
+    return serve(ctx if isinstance(ctx, Step) else ctx.recurrent, call.layer, **call.arguments)
 
 
 @cache

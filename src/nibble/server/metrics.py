@@ -280,13 +280,21 @@ GAUGES = (
         "window_attached",
         "Exact pages of snapshots in the prefix cache, held or idle.",
     ),
+    Row("recurrent_state_slots", "states_in_use", "Slots of recurrent states.", "held"),
+    Row("recurrent_state_slots", "states_idle", "", "idle"),
+    Row("recurrent_state_slots", "states_free", "", "free"),
+    Row(
+        "recurrent_state_snapshots",
+        "states_attached",
+        "Slots of snapshots in the prefix cache, held or idle.",
+    ),
     Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
     Row("host_tier_frames", "tier_idle", "", "idle"),
     Row("host_tier_frames", "tier_hot", "", "hot"),
     Row("host_tier_frames", "tier_held", "", "held"),
 )
-"""Gauges. Pages and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers. Those of
-the exact window and of the host tier are there where these are."""
+"""Gauges. Pages, slots and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers.
+Those of the exact window, of recurrent states and of the host tier are there where these are."""
 COUNTERS = (
     Row("engine_steps", "steps", "Steps of the engine."),
     Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
@@ -299,6 +307,18 @@ COUNTERS = (
     Row("kv_window_snapshot_misses", "window_snapshot_misses", "Cached prefixes that were replayed in part."),
     Row("kv_window_replayed_tokens", "window_replayed_tokens", "Cached tokens that were computed again."),
     Row("kv_window_evicted_pages", "window_evicted", "Exact pages that snapshots gave up."),
+    Row("recurrent_state_hits", "states_snapshot_hits", "Cached prefixes whose states went on at their end."),
+    Row(
+        "recurrent_state_misses",
+        "states_snapshot_misses",
+        "Cached prefixes whose states were replayed in part.",
+    ),
+    Row(
+        "recurrent_state_replayed_tokens",
+        "states_replayed_tokens",
+        "Cached tokens computed again for their states.",
+    ),
+    Row("recurrent_state_evicted_slots", "states_evicted", "Slots that snapshots gave up."),
     Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
     Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
     Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
@@ -336,8 +356,8 @@ class EngineCollector(Collector):
         restarts, doc = self._client.restarts, "Times the engine was started again."
         yield self._family(CounterMetricFamily, "engine_restarts", doc, {(): restarts})
         for row in (*COUNTERS, *FIDELITY_COUNTERS):
-            # Counters without events are 0; those of a window, a host tier and the watch are missing without one.
-            if row.key in stats or not row.key.startswith(("window_", "tier_", "fidelity_")):
+            # Counters without events are 0; those of parts that an engine has not are missing.
+            if row.key in stats or not row.key.startswith(("window_", "states_", "tier_", "fidelity_")):
                 yield self._family(CounterMetricFamily, row.name, row.doc, {(): stats.get(row.key, 0.0)})
         if skipped := _fidelity_parts(stats, "skipped"):
             samples = {(reason,): count for reason, count in skipped.items()}
@@ -404,6 +424,7 @@ def cache_view(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str
         "bytes_per_token_16bit": about.get("bytes_per_token_16bit"),
         "groups": [_group(group) for group in about.get("groups", ())],
         "window": _window(stats, about),
+        "states": _states(stats, about),
         "host": _host(stats, about),
     }
 
@@ -448,13 +469,29 @@ def _window(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, A
     """
     if not about.get("kv_window") or "window_total" not in stats:
         return None
+    counts = _snapshot_counts(stats, "window", "pages")
+    return {"tokens": int(about["kv_window"]), "dtype": about.get("dtype"), **counts}
+
+
+def _states(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return counts of the slots of recurrent states, named as those of the exact window; None without states."""
+    budget = about.get("states")
+    if not budget or "states_total" not in stats:
+        return None
+    return {
+        "format": budget["format"],
+        "bytes_per_slot": budget["bytes_per_slot"],
+        **_snapshot_counts(stats, "states", "slots"),
+    }
+
+
+def _snapshot_counts(stats: Mapping[str, float], prefix: str, unit: str) -> dict[str, int]:
     names = {
-        "pages": "total", "free": "free", "held": "in_use", "idle": "idle", "snapshots": "attached",
-        "evicted_pages": "evicted", "hits": "snapshot_hits", "misses": "snapshot_misses",
+        unit: "total", "free": "free", "held": "in_use", "idle": "idle", "snapshots": "attached",
+        f"evicted_{unit}": "evicted", "hits": "snapshot_hits", "misses": "snapshot_misses",
         "replayed_tokens": "replayed_tokens",
     }  # fmt: skip
-    counts = {name: int(stats.get(f"window_{key}", 0)) for name, key in names.items()}
-    return {"tokens": int(about["kv_window"]), "dtype": about.get("dtype"), **counts}
+    return {name: int(stats.get(f"{prefix}_{key}", 0)) for name, key in names.items()}
 
 
 def _host(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:

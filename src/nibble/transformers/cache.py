@@ -96,6 +96,11 @@ class NibbleCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
         cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options}, calibrated=calibrate is not None)
+        if cache_plan.plan.states:
+            raise ConfigError(
+                f"{type(model).__name__} has layers that keep a recurrent state, and a NibbleCache holds keys and "
+                "values alone; nibble.LLM and nibble serve have both"
+            )
         self.model, self.plan, self._limit = model, cache_plan.plan, cache_plan.model_spec.max_context
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with _attach(model).patched():

@@ -12,7 +12,7 @@ from nibble import formats
 from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout
 from nibble.errors import Refusal, Unsupported
-from nibble.model_spec import LayerGroup, Phase
+from nibble.model_spec import LayerGroup, Phase, RecurrentGroup
 
 STAGED_PACKING = "nhd"
 """How staged pages are packed, whatever the cache's packing is."""
@@ -131,6 +131,10 @@ class Plan:
     """What a 4-bit scheme gives here, in a line (defaults.py); empty for other schemes."""
     default_notes: tuple[str, ...] = ()
     """Those of `notes` that say why a 4-bit scheme gives less than it could."""
+    states: tuple[RecurrentGroup, ...] = ()
+    """Layers with recurrent states."""
+    state_format: str = ""
+    """How these are kept."""
 
     @property
     def stores(self) -> tuple[CacheLayout, ...]:
@@ -151,7 +155,8 @@ class Plan:
     def fingerprint(self) -> str:
         """Digits that differ if the meaning of a page's bytes differs; part of every prefix key."""
         # What a layer stores depends on what the layers below it have read.
-        return f"{self.layout.fingerprint}/{self.window}" + (f"/{self.sinks}" if self.sinks else "")
+        parts = (f"/{self.sinks}" if self.sinks else "", f"/{self.state_format}" if self.states else "")
+        return f"{self.layout.fingerprint}/{self.window}{''.join(parts)}"
 
     @property
     def page_size(self) -> int:

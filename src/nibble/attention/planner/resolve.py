@@ -216,8 +216,9 @@ def _resolve_as_it_is(request: PlanRequest) -> Plan:
     meaning = defaults.meaning(request.config, request.spec, parts, window, sinks, request.dtype)
     less = request.defaults.notes
     return Plan(
-        layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, sinks, meaning, less
-    )
+        layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, sinks, meaning, less,
+        request.model_spec.states, request.config.state_format,
+    )  # fmt: skip
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:

@@ -10,9 +10,9 @@ from nibble.kernels.state_formats import state_bytes
 from nibble.model_spec import ModelSpec
 from nibble.spec import CacheSpec
 
-STATE_SHARE = 0.5
+STATE_SHARE = 0.4
 """Largest part of the cache's memory that the states of running requests take."""
-SNAPSHOT_SHARE = 0.2
+SNAPSHOT_SHARE = 0.15
 """Part of the cache's memory for snapshots of prefixes."""
 SPARE_SLOTS = 2
 """Slots that are no request's: of the start-up test, and of rows that pad a recorded step."""
@@ -66,8 +66,8 @@ def check(states: StateMemory | None, room: int) -> None:
     if states and states.bytes >= room:
         raise CapacityError(
             f"the recurrent states of one request take {format_bytes(states.bytes_per_slot)}, and the cache has "
-            f"{format_bytes(room)} for {states.slots + SPARE_SLOTS} of them; what would help: a smaller --state-format, "
-            "or a larger --kv-memory"
+            f"{format_bytes(room)} for {states.slots + SPARE_SLOTS} of them; what would help: a --state-format with "
+            "fewer bytes, or a larger --kv-memory"
         )
 
 

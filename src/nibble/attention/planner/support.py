@@ -352,8 +352,8 @@ def _check_shared(spec: CacheSpec, model_spec: ModelSpec) -> None:
     named = {layer for rule in spec.layer_rules for layer in rule.indices(model_spec.layers)}
     if without := [layer for layer in sorted(named) if model_spec.owner[layer] == NO_LAYER]:
         raise ConfigError(
-            f"--kv-layers has no effect on layers {format_layers(without)} of {model_spec.model}: they keep no keys and "
-            "values; what --state-format says holds for recurrent states"
+            f"--kv-layers has no effect on layers {format_layers(without)} of {model_spec.model}: they keep no keys "
+            "and values; --state-format is for recurrent states"
         )
     idle = [layer for layer in sorted(named) if by_layer[layer] != by_layer[model_spec.owner[layer]]]
     if idle:

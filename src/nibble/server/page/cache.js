@@ -111,6 +111,8 @@ function picture(view, rates) {
   quality(served.certificate, ratio);
   $("window").hidden = !view.window;
   if (view.window) exact(view.window);
+  $("states").hidden = !view.states;
+  if (view.states) states(view.states);
   $("tier").hidden = !view.host;
   if (view.host) tier(view.host);
   drawGrids();
@@ -136,12 +138,21 @@ function quality(certificate, ratio) {
 
 function exact(found) {
   $("window-title").textContent = `Exact window: the newest ${plural(found.tokens, "token")} in ${found.dtype}`;
-  legend("window-legend", [
-    ["own", "pages held by requests", found.held], ["idle", "idle, of snapshots", found.idle], ["free", "free", found.free],
+  snapshots("window", "page", found.pages, found.evicted_pages, found);
+}
+
+function states(found) {
+  $("states-title").textContent = `Recurrent states in ${found.format}: ${bytes(found.bytes_per_slot)} a request`;
+  snapshots("states", "slot", found.slots, found.evicted_slots, found);
+}
+
+function snapshots(id, unit, total, evicted, found) {
+  legend(`${id}-legend`, [
+    ["own", `${unit}s held by requests`, found.held], ["idle", "idle, of snapshots", found.idle], ["free", "free", found.free],
   ]);
-  $("window-note").textContent = `${plural(found.pages, "page")}, ${whole(found.snapshots)} of snapshots in the prefix cache. ` +
+  $(`${id}-note`).textContent = `${plural(total, unit)}, ${whole(found.snapshots)} of snapshots in the prefix cache. ` +
     `Cached prefixes so far: ${whole(found.hits)} went on at a snapshot, ${whole(found.misses)} had none; ` +
-    `${plural(found.replayed_tokens, "token")} computed again, ${plural(found.evicted_pages, "page")} evicted.`;
+    `${plural(found.replayed_tokens, "token")} computed again, ${plural(evicted, unit)} evicted.`;
 }
 
 function tier(host) {
