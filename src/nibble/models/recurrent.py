@@ -150,7 +150,7 @@ HARMLESS = frozenset({"use_mambapy", "use_associative_scan"})
 _LIGHTNING_PARTS = frozenset({"slope_rate", "qkv_proj", "act_fn", "norm", "output_gate", "out_proj"})
 
 
-def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any], tuple[str, ...]]]:
+def recurrent_modules(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any], tuple[str, ...]]]:
     """Yield each recurrent module with a forward() for it and the names of FUNCTIONS that this takes as keywords.
 
     Raises:
@@ -159,14 +159,18 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..
     for module in model.modules():
         if all(hasattr(module, part) for part in _LIGHTNING_PARTS):
             yield module, _lightning_forward, (_LIGHTNING,)
-        elif (own := _own_forward(type(module))) is not None:
+        elif (own := _own_forward(_forward_of(module))) is not None:
             yield module, *own
 
 
+def _forward_of(module: Any) -> Any:
+    """Return the function that the class of `module` has for forward(), without what decorates it."""
+    return inspect.unwrap(type(module).forward)
+
+
 @cache
-def _own_forward(kind: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """Return the forward() of a class with functions as arguments, and their names; None if it calls none of them."""
-    function = inspect.unwrap(kind.forward)
+def _own_forward(function: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    """Return a forward() that takes functions as arguments, and their names; None if it calls none of FUNCTIONS."""
     if not inspect.isfunction(function):
         return None
     names = tuple(name for name in FUNCTIONS if name in function.__code__.co_names)
@@ -212,26 +216,21 @@ def _definition(function: Any) -> ast.FunctionDef:
     return statement
 
 
-def silent_parents(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+def silent_parents(model: Any, modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the parents of `modules` whose forward() does not hand on the keywords of its call to them."""
     children = set(modules)
     return [
         parent
         for parent in model.modules()
         for name, child in parent.named_children()
-        if child in children and not _hands_on(type(parent), name)
+        if child in children and not _hands_on(_forward_of(parent), name)
     ]
 
 
 @cache
-def _hands_on(kind: Any, child: str) -> bool:
-    """Return whether the forward() of a class calls a child with keywords of its own call."""
-    # Layers may also be called by the model itself, in a loop.
-    if issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
-        return True
-    calls = [
-        node for node in ast.walk(_definition(inspect.unwrap(kind.forward))) if isinstance(node, ast.Call)
-    ]
+def _hands_on(forward: Any, child: str) -> bool:
+    """Return whether a forward() calls a child with keywords of its own call."""
+    calls = [node for node in ast.walk(_definition(forward)) if isinstance(node, ast.Call)]
     own = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == child]
     return any(keyword.arg is None for call in own for keyword in call.keywords)
 

@@ -1,0 +1,222 @@
+"""Families with recurrent layers: their logits must be those of the unmodified Transformers model.
+
+Each is a tiny random model, run step by step over pages and states in float32 without an engine (hybrids.py). Prompts
+are longer than convolutions, the families' chunks and blocks of the recurrence. The same comparison must notice planted
+errors: a state off by a thousandth, inputs of a convolution shifted by a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from families import TOLERANCE, VOCAB, tiny_config
+from hybrids import Driver, adapted, config_of, reference_of, spec_of
+from nibble.errors import ConfigError
+from nibble.kernels.recurrence import BLOCK
+from nibble.model_spec import NO_LAYER, ModelSpec, RecurrentGroup
+from nibble.models import checkpoint, hook, recurrent
+from nibble.models.forward import compiled
+from nibble.models.recurrent import recurrent_modules
+
+ALTERNATING = ["linear_attention", "full_attention"] * 2
+DELTA = {"linear_num_key_heads": 2, "initializer_range": 0.1}
+"""Of Qwen. With larger weights rounding alone exceeds the tolerance, in the family's own code too."""
+HYBRIDS: dict[str, tuple[dict[str, Any], RecurrentGroup]] = {
+    "qwen3_next": (DELTA, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4)),
+    "qwen3_5_text": (DELTA, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4)),
+    "qwen3_5_moe_text": (
+        {**DELTA, "initializer_range": 0.12},
+        RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4),
+    ),
+    "kimi_linear": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4)),
+    "bailing_hybrid": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4)),
+    "olmo_hybrid": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, False, 192, 4)),
+    "bamba": (
+        {"attn_layer_indices": [1, 3]},
+        RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
+    ),
+    "granitemoehybrid": (
+        {"layer_types": ALTERNATING},
+        RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
+    ),
+    "nemotron_h": ({}, RecurrentGroup("decay", "decay", (0,), 4, 32, 16, 2, False, 192, 4)),
+    "falcon_h1": ({}, RecurrentGroup("decay", "decay", (0, 1, 2, 3), 4, 32, 16, 1, False, 160, 4)),
+    "zamba2": (
+        {"initializer_range": 0.15},
+        RecurrentGroup("decay", "decay", (0, 1, 2, 3), 8, 16, 16, 1, False, 160, 4),
+    ),
+    "minimax": ({}, RecurrentGroup("decay", "decay", (1, 3), 4, 16, 16, 4, False)),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "mamba_d_state": 16},
+        RecurrentGroup("selective", "selective", (0, 2), 1, 128, 16, 1, False, 128, 4),
+    ),
+    "lfm2": ({}, RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3)),
+    "lfm2_moe": ({}, RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3)),
+    "lfm3": ({}, RecurrentGroup("conv", "conv", (0, 3), conv_channels=64, conv_taps=7)),
+}
+"""By family: options of its config, and what its layers must be observed to keep."""
+ATTENDING = {
+    "nemotron_h": (NO_LAYER, NO_LAYER, 2, NO_LAYER), "falcon_h1": (0, 1, 2, 3), "minimax": (0, NO_LAYER, 2, NO_LAYER),
+    "lfm3": (NO_LAYER, 1, 2, NO_LAYER),
+}  # fmt: skip
+"""Owners of layers, where they are not those of the second and the fourth."""
+PLANTED = 2 * BLOCK
+"""Tokens before an error is planted."""
+
+
+class Hybrid:
+    """One family: the unmodified model, and a copy as it serves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.config = config_of(name, HYBRIDS[name][0])
+
+    @cached_property
+    def model_spec(self) -> ModelSpec:
+        return spec_of(self.config)
+
+    @cached_property
+    def reference(self) -> Any:
+        return reference_of(self.config)
+
+    @cached_property
+    def model(self) -> Any:
+        return adapted(self.reference)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        return self.own_logits(PROMPT)
+
+    def own_logits(self, prompt: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self.reference(torch.tensor([prompt]), use_cache=False).logits[0]
+
+    def driver(self, run: Any = None) -> Driver:
+        return Driver(self.model, self.model_spec, *([run] if run else []))
+
+    def error_after(self, plant: Callable[[Any], None]) -> float:
+        """Largest difference of a logit behind a change of all layers' states in the middle of a prompt."""
+        driver = self.driver()
+        driver.step({0: PROMPT[:PLANTED]})
+        for state in driver.layers.values():
+            plant(state)
+        logits = driver.step({0: PROMPT[PLANTED:]})
+        return float((logits - self.expected[PLANTED:]).abs().max())
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (count,), generator=generator).tolist()
+
+
+PROMPT = tokens(100, seed=1)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request: pytest.FixtureRequest) -> Hybrid:
+    return Hybrid(request.param)
+
+
+def test_states_are_observed(hybrid: Hybrid) -> None:
+    assert hybrid.model_spec.states == (HYBRIDS[hybrid.name][1],)
+    assert hybrid.model_spec.owner == ATTENDING.get(hybrid.name, (NO_LAYER, 1, NO_LAYER, 3))
+
+
+@pytest.mark.parametrize("chunk", [len(PROMPT), 64, 7])
+def test_logits_are_those_of_the_unmodified_model(hybrid: Hybrid, chunk: int) -> None:
+    assert hybrid.expected.abs().max() > 0.5, "logits so small that an error would not show"
+    error = float((hybrid.driver().logits(PROMPT, chunk) - hybrid.expected).abs().max())
+    assert error < TOLERANCE
+
+
+def test_requests_of_a_step_are_kept_apart(hybrid: Hybrid) -> None:
+    """And rows of padding behind them change nothing."""
+    driver, prompts = hybrid.driver(), {0: PROMPT[:40], 2: tokens(50, seed=2)}
+    expected = {request: hybrid.own_logits(prompt) for request, prompt in prompts.items()}
+    for start, stop in ((0, 19), (19, 20), (20, 40)):
+        logits = driver.step({request: prompt[start:stop] for request, prompt in prompts.items()}, padding=3)
+        for request, part in zip(prompts, logits.split(stop - start), strict=True):
+            assert float((part - expected[request][start:stop]).abs().max()) < TOLERANCE
+
+
+def test_the_unmodified_model_stays_as_it_is(hybrid: Hybrid) -> None:
+    assert hybrid.model is not None
+    assert torch.equal(hybrid.own_logits(PROMPT), hybrid.expected)
+
+
+def test_a_planted_error_in_a_state_is_caught(hybrid: Hybrid) -> None:
+    if not hybrid.model_spec.states[0].values:
+        pytest.skip("its layers keep the inputs of a convolution alone")
+    assert hybrid.error_after(lambda state: state.planes[0].mul_(1.001)) > TOLERANCE
+
+
+def test_a_planted_shift_of_inputs_is_caught(hybrid: Hybrid) -> None:
+    if not hybrid.model_spec.states[0].conv_taps:
+        pytest.skip("its layers have no convolution")
+    assert hybrid.error_after(lambda state: state.inputs_SPC.copy_(state.inputs_SPC.roll(1, 1))) > TOLERANCE
+
+
+@pytest.mark.slow
+def test_one_graph_serves_all_steps(hybrid: Hybrid) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    if hasattr(hybrid.model, "set_experts_implementation"):
+        hybrid.model.set_experts_implementation("batched_mm")
+    driver = hybrid.driver(partial(compiled, backend="aot_eager"))
+    for chunk in (len(PROMPT), 64, 9):
+        assert float((driver.logits(PROMPT, chunk) - hybrid.expected).abs().max()) < TOLERANCE
+    # MLA on a CPU multiplies fewer than 8 rows otherwise.
+    latent = any(group.kind == "mla" for group in hybrid.model_spec.groups)
+    assert counters["stats"]["unique_graphs"] <= 1 + latent
+    assert sum(counters["graph_break"].values()) == 0
+
+
+def test_what_serves_is_compared_with_the_familys_own_code(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When weights load: once as it should be, and once for each function that serves otherwise."""
+    config, model_spec = hybrid.config, hybrid.model_spec
+    checkpoint.prepare_model(served(config), model_spec)
+    for name in {name for _, _, names in recurrent_modules(hybrid.reference) for name in names}:
+        with monkeypatch.context() as patch:
+            patch.setitem(recurrent.FUNCTIONS, name, partial(_late_by_a_token, recurrent.FUNCTIONS[name]))
+            with pytest.raises(ConfigError, match="is not what the family's own code computes"):
+                checkpoint.prepare_model(served(config), model_spec)
+
+
+def served(config: Any) -> Any:
+    """A model as it is loaded to serve."""
+    model = reference_of(config)
+    model.set_attn_implementation(hook.NAME)
+    return model
+
+
+def _late_by_a_token(function: Any, *args: Any, **kwargs: Any) -> Any:
+    out = function(*args, **kwargs)
+    tokens = -1 if function in (recurrent.conv, recurrent.selective) else 1
+    return (out[0].roll(1, tokens), None) if isinstance(out, tuple) else out.roll(1, tokens)
+
+
+REFUSED = {
+    "zamba": "ZambaAttention does not say which layer it is",
+    "recurrent_gemma": "convolution model.layers.0.temporal_block.conv_1d looks at neighbouring tokens",
+    "zaya": "conv_qk_depthwise looks at neighbouring tokens",
+    "qwen4_exp_text": r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask",
+    "inkling_text": "InklingShortConvolution gets neither the keywords nor the mask",
+    "inkling2_text": "Inkling2ShortConvolution gets neither the keywords nor the mask",
+    "mamba": "MambaMixer gets neither the keywords nor the mask",
+    "jamba": "none of its layers attends",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        spec_of(tiny_config(name))
