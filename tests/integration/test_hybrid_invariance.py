@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_invariance import OTHERS, PROMPT, answer, same
 
 from bits import preempting
 from nibble import LLM
 from nibble.config import STATE_FORMATS
-from test_invariance import OTHERS, PROMPT, answer, same
 from tiny import save_tiny
 
 QWEN3_NEXT: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_a_hit_at_every_page_boundary(hybrid: Path) -> None:
     size = llm.plan.page_size
     for boundary in range(len(PROMPT) // size, -1, -1):
         # Others share so many pages, and leave states there, or do not.
-        other = PROMPT[: boundary * size] + [251, 252, 253]
+        other = [*PROMPT[: boundary * size], 251, 252, 253]
         answer(llm, [other])
         for clear in (False, True):
             if clear:

@@ -181,13 +181,13 @@ class StateBooks:
         stored, place = lease.num_stored_tokens, Place.PREEMPTION if is_preempted else Place.ANSWER_END
         full, rest = divmod(stored, self.page_size)
         # A step that was reserved, and not run, has left the slot as it was before.
-        ahead = 0 if lease.state_copies else lease.num_reserved_tokens - stored
+        num_ahead = 0 if lease.state_copies else lease.num_reserved_tokens - stored
         is_empty = lease.state_slot is None or lease.state_slot in (
             target for _, target in lease.state_copies
         )
         self._withdraw_copies(lease)
         slot = lease.saved_states.get(full)
-        if slot is None and not rest and not is_empty and ahead <= IN_FLIGHT:
+        if slot is None and not rest and not is_empty and num_ahead <= IN_FLIGHT:
             slot = lease.state_slot
         if slot is not None and full:
             self._attach(lease, full, slot, place)

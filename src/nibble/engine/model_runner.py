@@ -365,8 +365,8 @@ class ModelRunner:
         if self.states is None:
             return None
         states_at = tuple(start // BLOCK * BLOCK for start in starts)
-        known = tuple(slot for slot in slots if slot is not None)
-        batch = StateBatch(known, tuple(starts), tuple(lengths), states_at, tuple(lengths))
+        own_slots = tuple(slot for slot in slots if slot is not None)
+        batch = StateBatch(own_slots, tuple(starts), tuple(lengths), states_at, tuple(lengths))
         return RecurrentStates(self.states.layers, batch)
 
     # Steps of decodes alone

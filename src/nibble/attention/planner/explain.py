@@ -8,19 +8,18 @@ staged pages, or refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
 from nibble import formats
-from nibble.attention.planner import evidence
+from nibble.attention.planner import evidence, state_memory, window_memory
 from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
-from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes, window_bytes
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.hardware import format_bytes
 from nibble.model_spec import LayerGroup, Phase
@@ -234,8 +233,12 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "bytes_per_token_16bit": baseline_bytes(layout),
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
         "budget": {name: getattr(budget, name) for name in names} if budget else None,
-        "exact": _exact_facts(plan, budget) if budget else None,
-        "states": _state_facts(budget) if budget else None,
+        "exact": window_memory.as_dict(plan, budget.exact, budget.context)
+        if budget and budget.exact
+        else None,
+        "states": state_memory.as_dict(budget.states, budget.bytes_per_token)
+        if budget and budget.states
+        else None,
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget and budget.host else None,
         "notes": list(plan.notes),
@@ -398,53 +401,13 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     yield f"pool {format_bytes(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
     if budget.exact:
-        yield from _exact(plan, budget)
+        yield from window_memory.as_lines(plan, budget.exact, budget.context)
     if budget.states:
-        yield from _states(budget)
+        yield from state_memory.as_lines(budget.states, budget.bytes_per_token)
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
     yield from map(str, staging_costs(plan, budget.context))
-
-
-def _state_facts(budget: MemoryPlan) -> dict[str, Any] | None:
-    """Return the memory of recurrent states, and how many stored tokens one request's weigh."""
-    if not budget.states:
-        return None
-    states = budget.states
-    return asdict(states) | {"bytes": states.bytes, "tokens": states.bytes_per_slot // budget.bytes_per_token}
-
-
-def _states(budget: MemoryPlan) -> Iterator[str]:
-    states, facts = budget.states, _state_facts(budget)
-    assert states and facts
-    yield (
-        f"recurrent states {format_bytes(states.bytes)} in {states.format}: {states.requests:,} requests at a time, "
-        f"{states.snapshots:,} snapshots of prefixes"
-    )
-    yield f"  a request's: {format_bytes(states.bytes_per_slot)}, as much as {facts['tokens']:,} tokens of the cache"
-
-
-def _exact_facts(plan: Plan, budget: MemoryPlan) -> dict[str, Any] | None:
-    """Return the exact window's memory, and what a long request takes with it and without."""
-    if not budget.exact:
-        return None
-    tokens = min(LONG_REQUEST, budget.context)
-    request = {"tokens": tokens, "bytes": request_bytes(plan, tokens), "window_bytes": window_bytes(plan)}
-    return asdict(budget.exact) | {"bytes": budget.exact.bytes, "request": request}
-
-
-def _exact(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
-    exact, facts = budget.exact, _exact_facts(plan, budget)
-    assert exact and facts
-    requests, rest = exact.pages - exact.snapshots, exact.snapshots
-    yield (
-        f"exact window {format_bytes(exact.bytes)}: {requests:,} pages in {plan.dtype} for {exact.requests:,} requests "
-        f"at a time, {rest:,} for snapshots of prefixes"
-    )
-    request = facts["request"]
-    factor = request["bytes"] / (request["bytes"] - request["window_bytes"])
-    yield f"  a request of {request['tokens']:,} tokens: {format_bytes(request['bytes'])}, {factor:.3f} x without it"
 
 
 def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from nibble.errors import CapacityError
 from nibble.hardware import format_bytes
@@ -74,3 +76,18 @@ def check(states: StateMemory | None, room: int) -> None:
 def least_bytes(model: ModelSpec, spec: CacheSpec, dtype: str) -> int:
     """Return what states take where one request runs at a time, without snapshots."""
     return (1 + SPARE_SLOTS) * slot_bytes(model, spec.state_format, dtype) if model.states else 0
+
+
+def as_dict(states: StateMemory, bytes_per_token: int) -> dict[str, Any]:
+    """Return all of it, and how many stored tokens a request's states weigh."""
+    return asdict(states) | {"bytes": states.bytes, "tokens": states.bytes_per_slot // bytes_per_token}
+
+
+def as_lines(states: StateMemory, bytes_per_token: int) -> Iterator[str]:
+    """Yield what states take, for people."""
+    yield (
+        f"recurrent states {format_bytes(states.bytes)} in {states.format}: {states.requests:,} requests at a time, "
+        f"{states.snapshots:,} snapshots of prefixes"
+    )
+    tokens = states.bytes_per_slot // bytes_per_token
+    yield f"  a request's: {format_bytes(states.bytes_per_slot)}, as much as {tokens:,} tokens of the cache"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from math import lcm
+from typing import Any
 
 from nibble.attention.planner.plan import Plan
 from nibble.errors import CapacityError
@@ -128,3 +130,27 @@ def running_pages(plan: Plan) -> int:
 def _request_pages(plan: Plan) -> int:
     """Return the most exact pages of a running request: for a step or two it has one to grow into, too."""
     return running_pages(plan) + 1
+
+
+def as_dict(plan: Plan, exact: ExactMemory, context: int) -> dict[str, Any]:
+    """Return all of it, and what a long request takes with the window and without.
+
+    Args:
+        plan: What the cache stores.
+        exact: The window's part.
+        context: Tokens of the longest request.
+    """
+    tokens = min(LONG_REQUEST, context)
+    request = {"tokens": tokens, "bytes": request_bytes(plan, tokens), "window_bytes": window_bytes(plan)}
+    return asdict(exact) | {"bytes": exact.bytes, "request": request}
+
+
+def as_lines(plan: Plan, exact: ExactMemory, context: int) -> Iterator[str]:
+    """Yield what the window takes, for people; see as_dict()."""
+    yield (
+        f"exact window {format_bytes(exact.bytes)}: {exact.pages - exact.snapshots:,} pages in {plan.dtype} for "
+        f"{exact.requests:,} requests at a time, {exact.snapshots:,} for snapshots of prefixes"
+    )
+    request = as_dict(plan, exact, context)["request"]
+    factor = request["bytes"] / (request["bytes"] - request["window_bytes"])
+    yield f"  a request of {request['tokens']:,} tokens: {format_bytes(request['bytes'])}, {factor:.3f} x without it"
