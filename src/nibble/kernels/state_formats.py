@@ -1,8 +1,8 @@
 """How recurrent states are kept: formats of their matrices, and the shapes and bytes of all that a slot has. No torch.
 
 A format has codes, and where it has scales one float32 for each row of a head's matrix: value = code * scale, with
-scale = max |value| / largest code, rounded to the values of bfloat16. So codes times scales are exact in float32, and
-what was decoded is encoded as the very same bytes.
+scale = max |value| / largest code. What was decoded is encoded as the very same bytes: for 127 and 448, and every
+float32 s = x / n, (s * n) / n is s again.
 
 Shape suffixes: see kernels/recurrence.
 """

@@ -42,6 +42,16 @@ def test_decoded_values_are_encoded_as_the_same_bytes(format: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "max_code", sorted({format.max_code for format in FORMATS.values() if format.max_code})
+)
+def test_every_scale_is_what_its_row_is_encoded_with_again(max_code: float) -> None:
+    largest = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # all in [1, 2)
+    scale = largest / max_code
+    assert torch.equal((scale * max_code) / max_code, scale)
+    assert float((largest / scale - max_code).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_errors(format: str) -> None:
     x = values()[3:]
