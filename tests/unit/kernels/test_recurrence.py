@@ -235,9 +235,13 @@ def test_cuts_in_bf16(case: Case, inputs: torch.dtype) -> None:
 def traffic(
     case: Case, requests: list[Request], state: LayerState, drafts: int, seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Serve requests in a random order, some at a time, with drafts of which some are wrong -> slot, true outputs."""
+    """Serve requests in a random order, some at a time, with drafts of which some are wrong -> slot, true outputs.
+
+    Wrong drafts of an odd seed are NaN.
+    """
+    wrong_scale = torch.nan if seed % 2 else 1
     chance = random.Random(seed)
-    wrong = case.rows(99)
+    wrong = tuple(x * wrong_scale for x in case.rows(99))
     while left := [r for r in requests if r.start < TOKENS]:
         now = chance.sample(left, chance.randint(1, len(left)))
         inputs, settled, accepted = [], [], []

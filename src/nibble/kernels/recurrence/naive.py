@@ -92,7 +92,10 @@ def recurrence(
                 _solve(piece, update_RNHV, weights_JXRNH[:, 0], updates_JNHV, state.updates_SPHV.dtype)
             update_RNHV = update_RNHV.to(state.updates_SPHV.dtype)
             updates_JNHV[piece.places_NR, piece.index_N1] = update_RNHV.float().transpose(0, 1)
-            o_RNHV = seen_XRNHV[-1] + _total(weights_JXRNH[:, -1, ..., None] * updates_JNHV[:, None])
+            # A weight of zero would not keep a later token's NaN out.
+            live_JRN11 = piece.seen_2RN1J[1].permute(3, 0, 1, 2)[..., None]
+            added_JRNHV = (weights_JXRNH[:, -1, ..., None] * updates_JNHV[:, None]).where(live_JRN11, 0)
+            o_RNHV = seen_XRNHV[-1] + _total(added_JRNHV)
             o_THV[piece.tokens_NR] = o_RNHV.transpose(0, 1).to(o_THV.dtype)
             if piece.keeps:
                 _store(piece, state.keys_SPGK, k_TGK[piece.tokens_NR])
