@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nibble.cache.lease import Lease
-from nibble.cache.states import IN_FLIGHT
+from nibble.kernels.state_formats import IN_FLIGHT
 
 
 class StateModel:

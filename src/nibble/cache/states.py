@@ -21,9 +21,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.snapshots import SnapshotPages
 from nibble.cache.turns import Group, group_at, note_kept, note_use
 from nibble.errors import OutOfPages
-
-IN_FLIGHT = 1
-"""Tokens behind a boundary that may be computed without a loss of the states at it: what is kept of inputs has room."""
+from nibble.kernels.state_formats import IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +185,7 @@ class StateBooks:
         )
         self._withdraw_copies(lease)
         slot = lease.saved_states.get(full)
+        # What is kept of inputs has room for so many more, so the states at the boundary are still there.
         if slot is None and not rest and not is_empty and num_ahead <= IN_FLIGHT:
             slot = lease.state_slot
         if slot is not None and full:

@@ -1,8 +1,8 @@
 """How recurrent states are kept: formats of their matrices, and the shapes and bytes of all that a slot has. No torch.
 
 A format has codes, and where it has scales one float32 for each row of a head's matrix: value = code * scale, with
-scale = max |value| / largest code, rounded to the values of bfloat16. So codes times scales are exact in float32, and
-what was decoded is encoded as the very same bytes.
+scale = max |value| / largest code. What was decoded is encoded as the very same bytes: for 127 and 448, and every
+float32 s = x / n, (s * n) / n is s again.
 
 Shape suffixes: see kernels/recurrence.
 """
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 """Tokens after which a state is updated and rounded."""
+IN_FLIGHT = 1
+"""Tokens that may be computed behind the last one that counts, where there are no drafts: of a step in flight."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 """Bytes of a value, by torch's name of its dtype."""
 SCALE = "float32"
@@ -104,7 +106,7 @@ def layer_shapes(
     if group.heads and (group.key_heads < 1 or group.heads % group.key_heads):
         raise ValueError(f"{group.name}: {group.heads} heads cannot share {group.key_heads} heads of keys")
     places = block_places(max_drafts) if group.heads else 0
-    conv_places = group.conv_taps - 1 + max(max_drafts, 1) if group.conv_channels else 0
+    conv_places = group.conv_taps - 1 + max(max_drafts, IN_FLIGHT) if group.conv_channels else 0
     pace = {"selective": (group.rows,)}.get(group.rule, (group.columns,) if group.key_decay else ())
     updates = state_format(format).update_dtype or dtype
     has = bool(group.heads)

@@ -7,7 +7,7 @@ import torch
 
 from nibble.kernels.recurrence import BLOCK, layer_state
 from nibble.kernels.recurrence.formats import decode, encode, planes
-from nibble.kernels.state_formats import BYTES, FORMATS, bytes_per_layer, plane_shapes, state_bytes
+from nibble.kernels.state_formats import BYTES, FORMATS, IN_FLIGHT, bytes_per_layer, plane_shapes, state_bytes
 from nibble.model_spec import RecurrentGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +40,16 @@ def test_decoded_values_are_encoded_as_the_same_bytes(format: str) -> None:
         assert all(
             torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(first, again, strict=True)
         )
+
+
+@pytest.mark.parametrize(
+    "max_code", sorted({format.max_code for format in FORMATS.values() if format.max_code})
+)
+def test_every_scale_is_what_its_row_is_encoded_with_again(max_code: float) -> None:
+    largest = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # all in [1, 2)
+    scale = largest / max_code
+    assert torch.equal((scale * max_code) / max_code, scale)
+    assert float((largest / scale - max_code).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -85,7 +95,9 @@ def test_slots_have_the_bytes_that_plans_reckon_with(
     assert state_bytes(group, format, str(dtype).removeprefix("torch."), drafts) * 5 == sum(
         x.nbytes for x in tensors
     )
-    assert state.inputs_SPC.shape[1] == (group.conv_taps - 1 + drafts if group.conv_channels else 0)
+    assert state.inputs_SPC.shape[1] == (
+        group.conv_taps - 1 + max(drafts, IN_FLIGHT) if group.conv_channels else 0
+    )
     assert state.keys_SPGK.shape[1] == (0 if group.rule == "conv" else {0: 16, 3: 32, 16: 32, 17: 48}[drafts])
 
 

@@ -47,8 +47,8 @@ def encode(format: str, x: Tensor) -> tuple[Tensor, ...]:
     dtype: torch.dtype = getattr(torch, kind.dtype)
     if not kind.max_code:
         return (x.to(dtype),)
-    scale = (x.abs().amax(-1) / kind.max_code).bfloat16().float().clamp_min(MIN_SCALE)
-    codes = (x / scale.unsqueeze(-1)).clamp(-kind.max_code, kind.max_code)
+    scale = (x.abs().amax(-1) / kind.max_code).clamp_min(MIN_SCALE)
+    codes = x / scale.unsqueeze(-1)
     return (codes if dtype.is_floating_point else codes.round()).to(dtype), scale
 
 

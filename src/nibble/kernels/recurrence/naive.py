@@ -40,10 +40,8 @@ def causal_conv(
     buffer_XC = inputs_TC.new_empty(tokens + rows.past_rows_BW.numel(), x_TC.shape[1])
     buffer_XC[rows.rows_T] = inputs_TC
     buffer_XC[rows.past_rows_BW] = past_BWC.where(rows.past_live_BW[..., None], 0)
-    weight_WC, sum_TC = (
-        weight_CW.float().t().contiguous(),
-        inputs_TC.new_zeros(inputs_TC.shape, dtype=torch.float32),
-    )
+    weight_WC = weight_CW.float().t().contiguous()
+    sum_TC = torch.zeros_like(inputs_TC, dtype=torch.float32)
     for tap in range(taps):
         sum_TC += buffer_XC[rows.rows_T - (taps - 1) + tap].float() * weight_WC[tap]
     if bias_C is not None:
@@ -88,15 +86,16 @@ def recurrence(
                 update_RNHV = update_RNHV - seen_XRNHV[0]
             if beta_TH is not None:
                 beta_RNH = beta_TH[piece.tokens_NR].float().transpose(0, 1)
-                update_RNHV, weights_JXRNH[:, :-1] = (
-                    update_RNHV * beta_RNH[..., None],
-                    weights_JXRNH[:, :-1] * beta_RNH,
-                )
+                update_RNHV = update_RNHV * beta_RNH[..., None]
+                weights_JXRNH[:, :-1] *= beta_RNH  # of keys alone
             if delta:
                 _solve(piece, update_RNHV, weights_JXRNH[:, 0], updates_JNHV, state.updates_SPHV.dtype)
             update_RNHV = update_RNHV.to(state.updates_SPHV.dtype)
             updates_JNHV[piece.places_NR, piece.index_N1] = update_RNHV.float().transpose(0, 1)
-            o_RNHV = seen_XRNHV[-1] + _total(weights_JXRNH[:, -1, ..., None] * updates_JNHV[:, None])
+            # A weight of zero would not keep a later token's NaN out.
+            live_JRN11 = piece.seen_2RN1J[1].permute(3, 0, 1, 2)[..., None]
+            added_JRNHV = (weights_JXRNH[:, -1, ..., None] * updates_JNHV[:, None]).where(live_JRN11, 0)
+            o_RNHV = seen_XRNHV[-1] + _total(added_JRNHV)
             o_THV[piece.tokens_NR] = o_RNHV.transpose(0, 1).to(o_THV.dtype)
             if piece.keeps:
                 _store(piece, state.keys_SPGK, k_TGK[piece.tokens_NR])
@@ -124,11 +123,8 @@ def selective(
 
     From the last multiple of BLOCK on, the block's tokens are scanned again, in a decode step, too.
     """
-    y_TC, dt_T1C, A_K1C = (
-        torch.zeros_like(x_TC),
-        dt_TC.float()[:, None],
-        A_CK.float().t()[:, None].contiguous(),
-    )
+    y_TC, dt_T1C = torch.zeros_like(x_TC), dt_TC.float()[:, None]
+    A_K1C = A_CK.float().t()[:, None].contiguous()
     update_T1C = (x_TC.float()[:, None] * dt_T1C).to(state.updates_SPHV.dtype)
     key_T1K = B_TK[:, None].to(state.keys_SPGK.dtype)
     matrices_KBHC = _load(state, batch)
@@ -213,9 +209,8 @@ def _store(piece: Piece, stored_SPHX: Tensor, rows_NRHX: Tensor) -> None:
 def _sums(piece: Piece, sums_SPHD: Tensor, decay_THD: Tensor) -> Tensor:
     """Return the sums of log decays at all places of a block [N, J, H, D]."""
     sums_NJHD, sums_RNHD = _places(piece, sums_SPHD), []
-    sum_NHD = sums_NJHD[
-        piece.index_N1[:, 0], piece.stored_N - 1
-    ]  # where none is stored, the last place, a zero
+    # Where none is stored, that is the last place, which has a zero.
+    sum_NHD = sums_NJHD[piece.index_N1[:, 0], piece.stored_N - 1]
     for decay_NHD in decay_THD[piece.tokens_NR].unbind(1):
         sum_NHD = sum_NHD + decay_NHD
         sums_RNHD.append(sum_NHD)
@@ -231,10 +226,8 @@ def _reads(
 
     Queries are the last of X; keys, where they are before them, do not see their own place.
     """
-    x_KXRNH, keys_KNHJ = (
-        x_NRHXK.permute(4, 3, 1, 0, 2).contiguous(),
-        keys_NJHK.permute(3, 0, 2, 1).contiguous(),
-    )
+    x_KXRNH = x_NRHXK.permute(4, 3, 1, 0, 2).contiguous()
+    keys_KNHJ = keys_NJHK.permute(3, 0, 2, 1).contiguous()
     # --- e^(G_i - G_j), and behind the places e^G_i
     sums_DRNH1 = _rows(piece, sums_NJHD).permute(3, 1, 0, 2)[..., None]
     sums_DNHJ = torch.nn.functional.pad(sums_NJHD.permute(3, 0, 2, 1), (0, 1))
@@ -269,12 +262,10 @@ def _solve(
     for seen_RNHV in stored_JRNHV.unbind(0):
         update_RNHV -= seen_RNHV
     # The place of row R differs between requests.
-    weights_RRNH1 = weights_JRNH.permute(2, 0, 1, 3)[piece.index_N1, piece.places_NR].permute(1, 2, 0, 3)[
-        ..., None
-    ]
-    for update_NHV, weights_RNH1 in zip(update_RNHV.unbind(0), weights_RRNH1.unbind(0), strict=True):
-        update_NHV.copy_(update_NHV.to(dtype))
-        update_RNHV -= weights_RNH1 * update_NHV  # weights of a row itself, and of those before it, are zero
+    weights_NRRH = weights_JRNH.permute(2, 0, 1, 3)[piece.index_N1, piece.places_NR]
+    for row, weights_NRH in enumerate(weights_NRRH.unbind(1)):
+        update_NHV = update_RNHV[row].copy_(update_RNHV[row].to(dtype))
+        update_RNHV[row + 1 :] -= weights_NRH.transpose(0, 1)[row + 1 :, ..., None] * update_NHV
 
 
 def _advance(matrix_KMHV: Tensor, keys_MJHK: Tensor, updates_JMHV: Tensor, sums_MJHD: Tensor) -> Tensor:
