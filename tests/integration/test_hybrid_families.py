@@ -170,7 +170,8 @@ def test_one_graph_serves_all_steps(hybrid: Hybrid) -> None:
     if hasattr(hybrid.model, "set_experts_implementation"):
         hybrid.model.set_experts_implementation("batched_mm")
     driver = hybrid.driver(partial(compiled, backend="aot_eager"))
-    for chunk in (len(PROMPT), 64, 9):
+    # No step has a single token, for which torch makes a graph of its own.
+    for chunk in (len(PROMPT), 64, 7):
         assert float((driver.logits(PROMPT, chunk) - hybrid.expected).abs().max()) < TOLERANCE
     # MLA on a CPU multiplies fewer than 8 rows otherwise.
     latent = any(group.kind == "mla" for group in hybrid.model_spec.groups)
