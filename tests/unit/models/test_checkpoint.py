@@ -213,7 +213,10 @@ OBSERVED = {
         {"is_decoder": True, "default_language": "en_XX", "num_hidden_layers": 2},
     ),
     "diffllama": ("layer 0 attends 2 times in one pass", {"num_hidden_layers": 2}),
-    "granitemoehybrid": ("none of its layers attends", {"layer_types": ["linear_attention"] * 2, **TINY_LAYERS}),
+    "granitemoehybrid": (
+        "none of its layers attends",
+        {"layer_types": ["linear_attention"] * 2, **TINY_LAYERS},
+    ),
     "recurrent_gemma": ("convolution model.layers.0.temporal_block.conv_1d", {"num_hidden_layers": 3}),
     "bart": ("counts positions by itself", {"is_encoder_decoder": False}),
     "phimoe": ("largest position of the batch", {"num_hidden_layers": 2}),
