@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from families import TOLERANCE, VOCAB, tiny_config
-from hybrids import Driver, adapted, config_of, reference_of, spec_of
+from hybrids import Driver, adapted, reference_of, spec_of
 from nibble.errors import ConfigError
 from nibble.kernels.recurrence import BLOCK
 from nibble.model_spec import NO_LAYER, ModelSpec, RecurrentGroup
@@ -25,43 +25,25 @@ from nibble.models import checkpoint, hook, recurrent
 from nibble.models.forward import compiled
 from nibble.models.recurrent import recurrent_modules
 
-ALTERNATING = ["linear_attention", "full_attention"] * 2
-DELTA = {"linear_num_key_heads": 2, "initializer_range": 0.1}
-"""Of Qwen. With larger weights rounding alone exceeds the tolerance, in the family's own code too."""
-HYBRIDS: dict[str, tuple[dict[str, Any], RecurrentGroup]] = {
-    "qwen3_next": (DELTA, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4)),
-    "qwen3_5_text": (DELTA, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4)),
-    "qwen3_5_moe_text": (
-        {**DELTA, "initializer_range": 0.12},
-        RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4),
-    ),
-    "kimi_linear": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4)),
-    "bailing_hybrid": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4)),
-    "olmo_hybrid": ({}, RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, False, 192, 4)),
-    "bamba": (
-        {"attn_layer_indices": [1, 3]},
-        RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
-    ),
-    "granitemoehybrid": (
-        {"layer_types": ALTERNATING},
-        RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
-    ),
-    "nemotron_h": ({}, RecurrentGroup("decay", "decay", (0,), 4, 32, 16, 2, False, 192, 4)),
-    "falcon_h1": ({}, RecurrentGroup("decay", "decay", (0, 1, 2, 3), 4, 32, 16, 1, False, 160, 4)),
-    "zamba2": (
-        {"initializer_range": 0.15},
-        RecurrentGroup("decay", "decay", (0, 1, 2, 3), 8, 16, 16, 1, False, 160, 4),
-    ),
-    "minimax": ({}, RecurrentGroup("decay", "decay", (1, 3), 4, 16, 16, 4, False)),
-    "jamba": (
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "mamba_d_state": 16},
-        RecurrentGroup("selective", "selective", (0, 2), 1, 128, 16, 1, False, 128, 4),
-    ),
-    "lfm2": ({}, RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3)),
-    "lfm2_moe": ({}, RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3)),
-    "lfm3": ({}, RecurrentGroup("conv", "conv", (0, 3), conv_channels=64, conv_taps=7)),
+HYBRIDS = {
+    "qwen3_next": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4),
+    "qwen3_5_text": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4),
+    "qwen3_5_moe_text": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, False, 128, 4),
+    "kimi_linear": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4),
+    "bailing_hybrid": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, True, 192, 4),
+    "olmo_hybrid": RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 4, False, 192, 4),
+    "bamba": RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
+    "granitemoehybrid": RecurrentGroup("decay", "decay", (0, 2), 4, 32, 16, 1, False, 160, 4),
+    "nemotron_h": RecurrentGroup("decay", "decay", (0,), 4, 32, 16, 2, False, 192, 4),
+    "falcon_h1": RecurrentGroup("decay", "decay", (0, 1, 2, 3), 4, 32, 16, 1, False, 160, 4),
+    "zamba2": RecurrentGroup("decay", "decay", (0, 1, 2, 3), 8, 16, 16, 1, False, 160, 4),
+    "minimax": RecurrentGroup("decay", "decay", (1, 3), 4, 16, 16, 4, False),
+    "jamba": RecurrentGroup("selective", "selective", (0, 2), 1, 128, 16, 1, False, 128, 4),
+    "lfm2": RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3),
+    "lfm2_moe": RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3),
+    "lfm3": RecurrentGroup("conv", "conv", (0, 3), conv_channels=64, conv_taps=7),
 }
-"""By family: options of its config, and what its layers must be observed to keep."""
+"""By family what its layers must be observed to keep."""
 ATTENDING = {
     "nemotron_h": (NO_LAYER, NO_LAYER, 2, NO_LAYER), "falcon_h1": (0, 1, 2, 3), "minimax": (0, NO_LAYER, 2, NO_LAYER),
     "lfm3": (NO_LAYER, 1, 2, NO_LAYER),
@@ -76,7 +58,7 @@ class Hybrid:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.config = config_of(name, HYBRIDS[name][0])
+        self.config = tiny_config(name)
 
     @cached_property
     def model_spec(self) -> ModelSpec:
@@ -125,7 +107,7 @@ def hybrid(request: pytest.FixtureRequest) -> Hybrid:
 
 
 def test_states_are_observed(hybrid: Hybrid) -> None:
-    assert hybrid.model_spec.states == (HYBRIDS[hybrid.name][1],)
+    assert hybrid.model_spec.states == (HYBRIDS[hybrid.name],)
     assert hybrid.model_spec.owner == ATTENDING.get(hybrid.name, (NO_LAYER, 1, NO_LAYER, 3))
 
 
@@ -170,7 +152,8 @@ def test_one_graph_serves_all_steps(hybrid: Hybrid) -> None:
     if hasattr(hybrid.model, "set_experts_implementation"):
         hybrid.model.set_experts_implementation("batched_mm")
     driver = hybrid.driver(partial(compiled, backend="aot_eager"))
-    for chunk in (len(PROMPT), 64, 9):
+    # No step has a single token, for which torch makes a graph of its own.
+    for chunk in (len(PROMPT), 64, 7):
         assert float((driver.logits(PROMPT, chunk) - hybrid.expected).abs().max()) < TOLERANCE
     # MLA on a CPU multiplies fewer than 8 rows otherwise.
     latent = any(group.kind == "mla" for group in hybrid.model_spec.groups)
@@ -212,7 +195,6 @@ REFUSED = {
     "inkling_text": "InklingShortConvolution gets neither the keywords nor the mask",
     "inkling2_text": "Inkling2ShortConvolution gets neither the keywords nor the mask",
     "mamba": "MambaMixer gets neither the keywords nor the mask",
-    "jamba": "none of its layers attends",
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from families import tiny_config
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.layer import StepContext
@@ -111,14 +110,6 @@ class Driver:
         """Compute a prompt in chunks -> [T, V]."""
         self.computed[request] = 0
         return torch.cat([self.step({request: prompt[i : i + chunk]}) for i in range(0, len(prompt), chunk)])
-
-
-def config_of(name: str, options: Mapping[str, Any]) -> Any:
-    """A tiny config of a family with other options."""
-    config = tiny_config(name)
-    for option, value in options.items():
-        setattr(config, option, value)
-    return config
 
 
 def spec_of(config: Any) -> ModelSpec:

@@ -190,16 +190,6 @@ class TestBeforeWeights:
 
 TINY_LAYERS = {"num_hidden_layers": 2}
 REFUSED = {
-    "qwen3_next": ("linear_attention layers keep a recurrent state", {}),
-    "lfm2": (
-        "conv layers keep a recurrent state",
-        {"layer_types": ["conv", "full_attention"], **TINY_LAYERS},
-    ),
-    "falcon_h1": ("hybrid layers keep a recurrent state", {}),
-    "nemotron_h": ("recurrent state", {}),
-    "mamba": ("recurrent state", {}),
-    "kimi_linear": ("recurrent state", {}),
-    "jamba": ("recurrent state", {}),
     "deepseek_v4": ("compressed_sparse_attention layers are more than attention", {}),
     "t5": ("encoder-decoder", {}),
     "vit": ("no causal language model", {}),
@@ -223,6 +213,11 @@ OBSERVED = {
         {"is_decoder": True, "default_language": "en_XX", "num_hidden_layers": 2},
     ),
     "diffllama": ("layer 0 attends 2 times in one pass", {"num_hidden_layers": 2}),
+    "granitemoehybrid": (
+        "none of its layers attends",
+        {"layer_types": ["linear_attention"] * 2, **TINY_LAYERS},
+    ),
+    "recurrent_gemma": ("convolution model.layers.0.temporal_block.conv_1d", {"num_hidden_layers": 3}),
     "bart": ("counts positions by itself", {"is_encoder_decoder": False}),
     "phimoe": ("largest position of the batch", {"num_hidden_layers": 2}),
     "bert": ("is_causal=False", {"is_decoder": False}),
@@ -252,7 +247,7 @@ class TestGuard:
     """models/refusals.py on its own."""
 
     def check(self, rule: Any, window: int | None, max_context: int = 100, chunk: int | None = None) -> None:
-        check_masks([(rule, window, chunk)], "toy", max_context)
+        check_masks([(0, rule, window, chunk)], "toy", max_context)
 
     def test_causal_masks_pass(self) -> None:
         self.check(None, None)
@@ -330,6 +325,11 @@ class TestGuard:
             model(x)
         with refused, ConvolutionsWatch(model, "toy"):
             nn.functional.conv1d(x, model[1].weight)
+        with refused, ConvolutionsWatch(model, "toy"):
+            nn.functional.conv1d(x, model[1].weight.detach().flip(2))
+        # What serves convolutions is given a view of the weight.
+        with ConvolutionsWatch(model, "toy"):
+            assert model[1].weight.squeeze(1).shape == (2, 2, 3)
         # A tower that text does not pass.
         with ConvolutionsWatch(model, "toy"):
             model[0](x).to(model[1].weight.dtype)

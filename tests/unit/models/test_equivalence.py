@@ -202,7 +202,7 @@ def test_indexers_with_other_arguments_are_refused() -> None:
 
 def test_errors_are_relative_to_each_token() -> None:
     expected = torch.randn(1, equivalence.TOKENS, 8, generator=torch.Generator().manual_seed(0))
-    error = partial(equivalence._error, expected=expected, share=0.9)
+    error = partial(equivalence._error, expected=expected, share=0.9, tokens=equivalence.TOKENS)
     assert error(expected) == 0
     assert error(expected * 1.25) == pytest.approx(0.25)
     assert error(None) == error(expected[:, 1:]) == error(expected * torch.nan) == float("inf")
@@ -215,7 +215,7 @@ def test_errors_are_relative_to_each_token() -> None:
 
 def test_weights_that_are_no_numbers_are_no_difference() -> None:
     expected = torch.full((1, equivalence.TOKENS, 8), torch.nan)
-    assert equivalence._error(expected, expected, 0.9) == 0
+    assert equivalence._error(expected, expected, 0.9, equivalence.TOKENS) == 0
 
 
 def test_layers_run_until_each_kind_was_among_them(load_family: Callable[[str], Any]) -> None:

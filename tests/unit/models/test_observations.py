@@ -159,7 +159,15 @@ def test_another_line_of_the_observing_code_is_observed_anew(
 
 def test_the_code_that_observes_is_part_of_the_key() -> None:
     names = {path.name for path in observations._observing_code()}
-    assert names >= {"observe.py", "hook.py", "refusals.py", "mla.py", "dsa.py", "model_spec.py"}
+    assert names >= {
+        "observe.py",
+        "hook.py",
+        "refusals.py",
+        "mla.py",
+        "dsa.py",
+        "recurrent.py",
+        "model_spec.py",
+    }
 
 
 @pytest.mark.parametrize("name", ["modeling_custom.py", "hf_quant_config.json"])
