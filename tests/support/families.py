@@ -236,14 +236,18 @@ _QSA = {
     "indexer_compress_ratio": 4,
 }  # fmt: skip
 
-_DELTA = {"linear_num_key_heads": 2, "initializer_range": 0.1}
-"""With larger weights rounding alone exceeds the tolerance, in the families' own code too."""
+_DELTA = {
+    "linear_num_value_heads": 32, "linear_num_key_heads": 8, "linear_value_head_dim": 8, "initializer_range": 0.1,
+}  # fmt: skip
+"""With larger weights rounding alone exceeds the tolerance, in the families' own code too. Gates of 32 heads fill
+vectors (SCALAR_GATE)."""
+_SPACES = {"mamba_n_heads": 32, "mamba_d_head": 4}
 _ALTERNATING = ["linear_attention", "full_attention"] * 2
 
 OTHER_TYPES: dict[str, dict[str, Any]] = {
     "axk2": {"num_key_value_heads": 4},
     "bailing_hybrid": {"num_key_value_heads": 4, "num_expert_group": 2, "topk_group": 1},
-    "bamba": {"attn_layer_indices": [1, 3]},
+    "bamba": {**_SPACES, "attn_layer_indices": [1, 3]},
     "beam": {"n_group": 2, "topk_group": 1},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
@@ -256,10 +260,10 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "dots3_note": {"text_config": _DOTS3, "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
     "dots3_note_text": _DOTS3,
     "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}},
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {**_SPACES, "mamba_d_ssm": 128},
     "flint": {"mlp_only_layers": [0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": _ALTERNATING},
+    "granitemoehybrid": {**_SPACES, "layer_types": _ALTERNATING},
     "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 1, "L_bp_cycles": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "mamba_d_state": 16},
     "kimi_linear": {"num_key_value_heads": 4},
@@ -272,7 +276,8 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [2]}},
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": MIXED["layer_types"], "local_attention": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "nemotron_h": {"mamba_num_heads": 4, "n_groups": 2},
+    "nemotron_h": {"mamba_num_heads": 32, "mamba_head_dim": 4, "n_groups": 2},
+    "olmo_hybrid": {"linear_num_value_heads": 32, "linear_num_key_heads": 32, "linear_key_head_dim": 8},
     "qwen3_5": {"text_config": _DELTA},
     "qwen3_5_moe": {"text_config": {**_DELTA, "initializer_range": 0.12}},
     "qwen3_5_moe_text": {**_DELTA, "initializer_range": 0.12},
@@ -288,8 +293,8 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
     },
     "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "n_mamba_heads": 8,
-        "mamba_headdim": 16, "attention_head_dim": 32, "initializer_range": 0.15,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "n_mamba_heads": 32,
+        "mamba_headdim": 4, "attention_head_dim": 32, "initializer_range": 0.15,
     },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -423,9 +428,10 @@ WRONG: dict[str, str] = {}
 VARYING = {
     "dbrx", "hy_v4", "jetmoe", "kolibri1", "llama4", "llama4_text", "longcat_flash", "MuseSparkForConditionalGeneration",
     "Llama4ForConditionalGeneration", "Step3p7ForConditionalGeneration", "deepseek_v4, windows only", "hy_v4, dense",
-    "jetmoe, 4 keys", "llama4_text, chunks",
+    "jamba", "jetmoe, 4 keys", "llama4_text, chunks",
 }  # fmt: skip
-"""Types whose last bits depend on how a prompt is cut: gates of gathered or mixed values, experts of their own code."""
+"""Types whose last bits depend on how a prompt is cut: gates of gathered or mixed values, experts of their own code,
+products with the weight of a layer that is not called (jamba)."""
 
 
 def shrunk(default: Any) -> dict[str, Any]:
