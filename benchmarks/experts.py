@@ -75,6 +75,9 @@ def blocks(name: str, format: str, device: str) -> list[nn.Module]:
                 module.to_empty(device=device, recurse=False)
         for parameter in block.parameters():
             parameter.requires_grad_(False).normal_(std=parameter.shape[-1] ** -0.5)
+        # On a GPU with the gate that is found, as a model is served.
+        if not experts.serve_experts(block):
+            serve([block], experts._NAME)
         made.append(block.eval())
     return made
 
@@ -216,11 +219,21 @@ def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
 
 def tiles_of(weight: Tensor | PackedExperts) -> list[tuple[Callable[..., Tensor], Any]]:
     """Return what multiplies with a weight, with each of its tiles."""
-    if isinstance(weight, Tensor):
-        sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6))
-        return [(triton.few_product, triton.Tile(n, k, stages=stages)) for n, k, stages in sizes]
     choices = itertools.product(cuda.ROWS, cuda.COLUMNS, (2, 3, 4, 5, 6), (2, 3, 4))
-    return [(cuda.few_product, cuda.Tile(*choice)) for choice in choices]
+    packed = [(few_product, cuda.Tile(*choice)) for choice in choices]
+    if not isinstance(weight, Tensor):
+        return packed
+    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6))
+    plain = [(triton.few_product, triton.Tile(n, k, stages=stages)) for n, k, stages in sizes]
+    return plain + packed if cuda.plain_experts(weight, 1) else plain
+
+
+def few_product(
+    x: Tensor, chosen_TK: Tensor, weight: Tensor | PackedExperts, bias: None, **tile: Any
+) -> Tensor:
+    matrices = cuda.plain_experts(weight, 1) if isinstance(weight, Tensor) else weight
+    assert matrices is not None
+    return cuda.few_product(x, chosen_TK, matrices, bias, **tile)
 
 
 def main() -> None:
