@@ -171,6 +171,12 @@ def test_products_with_packed_experts_compile(format: WeightFormat, arch: int) -
             assert experts.resident_blocks(SHARED[90], shared, tile) >= 3, "processors would wait for memory"
 
 
+def test_rows_of_experts_that_are_whole_pieces() -> None:
+    nvfp4 = WeightFormat("e2m1", 16, "e4m3", has_global=True)
+    assert experts.row_fits(nvfp4, 2880) and experts.row_fits(WeightFormat("e4m3"), 144)
+    assert not experts.row_fits(nvfp4, 272)
+
+
 @pytest.mark.parametrize(
     ("tokens", "choices", "experts_", "columns"),
     [(1, 8, 128, 8), (8, 64, 128, 8), (64, 512, 128, 8), (64, 256, 32, 16), (64, 64, 2, 16), (9, 9, 1, 16)],

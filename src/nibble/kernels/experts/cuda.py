@@ -41,16 +41,22 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
     """Return whether the kernel multiplies rows with matrices."""
     if not x.is_cuda or not _has_driver():
         return False
-    format, gpu, (experts, outputs, _) = matrices.format, gpu_of(x.device), matrices.shape
+    format, gpu, (experts, outputs, inputs) = matrices.format, gpu_of(x.device), matrices.shape
     tile = tile_of(format, (experts, outputs), len(experts_TK), experts_TK.numel())
     return (
         gpu.arch >= FIRST_ARCH
         and x.dtype == matrices.dtype == torch.bfloat16
         and (bias_EN is None or (bias_EN.dtype == x.dtype and bias_EN.stride(1) == 1))
         and scales_fit(format)
+        and row_fits(format, inputs)
         and outputs % ROWS[0] == 0
         and shared_bytes(format, tile, experts_TK.numel(), experts) + RESERVED <= gpu.memory
     )
+
+
+def row_fits(format: WeightFormat, inputs: int) -> bool:
+    """Return whether a row of codes is whole pieces of 16 bytes."""
+    return inputs * format.bits % 128 == 0
 
 
 def scales_fit(format: WeightFormat) -> bool:
