@@ -12,8 +12,12 @@ from test_invariance import OTHERS, PROMPT, answer, same
 from bits import preempting
 from families import VOCAB, tiny_config
 from hybrids import reference_of
-from nibble import LLM
-from nibble.config import STATE_FORMATS
+from nibble import LLM, SamplingParams
+from nibble.config import STATE_FORMATS, Config
+from nibble.engine import build
+from nibble.engine.plan import plan_engine
+from nibble.errors import ConfigError
+from nibble.hardware import lookup_gpu
 from tiny import save_tiny, set_generation_config
 
 QWEN3_NEXT: dict[str, Any] = {
@@ -87,12 +91,18 @@ def test_a_wrong_state_is_noticed(hybrid: Path) -> None:
     assert hit[2] >= 80 and (hit[1] - cold[1]).abs().max() > 1e-5
 
 
+def test_a_gpu_is_refused_early(hybrid: Path) -> None:
+    """Before weights are read, and `nibble plan` says so."""
+    planned = plan_engine(Config(model=str(hybrid)), lookup_gpu("h200"))
+    assert any("recurrent state" in note for note in planned.plan.notes) and planned.budget.states
+    with pytest.raises(ConfigError, match="computes those on CPUs only: --device cpu"):
+        build._runnable(planned)
+
+
 def test_an_abort_leaves_neighbours_as_they_are(hybrid: Path) -> None:
     llm = engine(hybrid)
     cold = answer(engine(hybrid), [PROMPT])
     pieces: list[Any] = []
-    from nibble import SamplingParams
-
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
     neighbour, mine = (
         llm.engine.submit(OTHERS[2], params, pieces.append),
@@ -110,18 +120,13 @@ def test_an_abort_leaves_neighbours_as_they_are(hybrid: Path) -> None:
 
 
 def test_states_of_garbage_are_never_read(hybrid: Path) -> None:
-    from nibble.config import Config
-    from nibble.engine.build import build
-
-    engine_, _ = build(
+    engine_, _ = build.build(
         Config(model=str(hybrid), kv_format="bf16", kv_memory="8MiB", max_running=8, kv_scales="one"),
         poison=True,
     )
     assert engine_.runner.states is not None
     cold = answer(engine(hybrid), [PROMPT])
     outputs: list[Any] = []
-    from nibble import SamplingParams
-
     ticket = engine_.submit(
         PROMPT, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0), outputs.append
     )
