@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from families import TOLERANCE, VOCAB, tiny_config
-from hybrids import Driver, adapted, reference_of, spec_of
+from families import TOLERANCE, VOCAB, tiny_config, tiny_model
+from hybrids import Driver, adapted, spec_of
 from nibble.errors import ConfigError
 from nibble.kernels.recurrence import BLOCK
 from nibble.model_spec import NO_LAYER, ModelSpec, RecurrentGroup
@@ -66,7 +66,7 @@ class Hybrid:
 
     @cached_property
     def reference(self) -> Any:
-        return reference_of(self.config)
+        return tiny_model(self.name).requires_grad_(False)
 
     @cached_property
     def model(self) -> Any:
@@ -165,18 +165,18 @@ def test_what_serves_is_compared_with_the_familys_own_code(
     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When weights load: once as it should be, and once for each function that serves otherwise."""
-    config, model_spec = hybrid.config, hybrid.model_spec
-    checkpoint.prepare_model(served(config), model_spec)
+    model_spec = hybrid.model_spec
+    checkpoint.prepare_model(served(hybrid.name), model_spec)
     for name in {name for _, _, names in recurrent_modules(hybrid.reference) for name in names}:
         with monkeypatch.context() as patch:
             patch.setitem(recurrent.FUNCTIONS, name, partial(_late_by_a_token, recurrent.FUNCTIONS[name]))
             with pytest.raises(ConfigError, match="is not what the family's own code computes"):
-                checkpoint.prepare_model(served(config), model_spec)
+                checkpoint.prepare_model(served(hybrid.name), model_spec)
 
 
-def served(config: Any) -> Any:
+def served(name: str) -> Any:
     """A model as it is loaded to serve."""
-    model = reference_of(config)
+    model = tiny_model(name)
     model.set_attn_implementation(hook.NAME)
     return model
 

@@ -273,6 +273,7 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mellum": MIXED,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "minimax": {"initializer_range": 0.15},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [2]}},
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": MIXED["layer_types"], "local_attention": 16},
     "nemotron": {"num_key_value_heads": 2},
@@ -355,7 +356,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3, attention only": ("lfm3", MIXED),
     "llama4_text, chunks": ("llama4_text", {"attention_chunk_size": 16}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
-    "minimax, attention only": ("minimax", {**_FULL, "initializer_range": 0.15}),
+    "minimax, attention only": ("minimax", _FULL),
     "minimax_m3_vl_text, sparse": (
         "minimax_m3_vl_text",
         {

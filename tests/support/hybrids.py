@@ -24,19 +24,10 @@ from nibble.models import hook
 from nibble.models.forward import Forward, plain
 from nibble.models.hub import quiet
 from nibble.models.observe import observe
-from nibble.models.towers import model_class
 
 BACKEND = "torch_ref"
 PAGE = 16
 SLOTS = 3
-
-
-def reference_of(config: Any) -> Any:
-    """The model as Transformers has it, with random weights."""
-    torch.manual_seed(0)
-    with quiet():
-        model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
-    return model.eval().requires_grad_(False)
 
 
 def adapted(model: Any) -> Any:

@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 16, **_axes(2, 2, 2, 2)}},
     "kimi_k25": {"text_config": _LATENT, "tie_word_embeddings": False},
     "llama4": {"text_config": {"attention_chunk_size": 16}},
+    "minicpmv4_7": {"text_config": {"initializer_range": 0.1}},
     "mistral_large4": {"text_config": _LATENT},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
     "paddleocr_vl": {"text_config": _axes(2, 3, 3)},
@@ -118,11 +119,11 @@ NOT_BUILT = {
 }
 """Classes that cannot be built here, or give no logits by themselves: why."""
 
-_STATE = "keep a recurrent state, not keys and values only"
 _LOGITS = "cannot compute the logits of chosen tokens only"
 _WHY_REFUSED = {
-    _STATE: "Inkling2 Inkling Lfm3Vl MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 Qwen3_5 Qwen3_5Moe Qwen4Exp",
-    _LOGITS: "Qwen2Audio Qwen2_5OmniThinker Qwen3OmniMoeThinker VideoLlama3",
+    "Inkling2?ShortConvolution gets neither the keywords nor the mask": "Inkling2 Inkling",
+    r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask": "Qwen4Exp",
+    _LOGITS: "MiniCPMOcr MiniCPMV4_6 Qwen2Audio Qwen2_5OmniThinker Qwen3OmniMoeThinker VideoLlama3",
     "the mask of layer 0 depends on tensors of the batch": "Gemma4Unified",
     "is not what the family's own code computes": "Kosmos2_5",
     "selects tokens from hidden_states, position_embeddings": "MistralLarge4",

@@ -461,11 +461,6 @@ def _plan_cache(model: Any, options: dict[str, Any], *, calibrated: bool) -> Cac
             f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
         )
     model_spec = observe_skeleton(bare, config.model, config.dtype, config.max_context)
-    if model_spec.states:
-        raise ConfigError(
-            f"{model_spec.family} has layers with a recurrent state, and a NibbleCache holds keys and values alone; "
-            "serve the model by Nibble itself"
-        )
     table = backends.available_backends()
     times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nibble.errors import ConfigError
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import NO_LAYER, ModelSpec, RecurrentGroup
 from nibble.models import observations, observe
 from nibble.models.observations import observe_model
 
@@ -111,6 +111,17 @@ def test_an_observation_comes_back_as_it_was(folder: Path, observed: list[str]) 
     first = observe_model(str(folder), "float32")
     assert observe_model(str(folder), "float32") == first
     assert observed == [str(folder)]
+
+
+def test_recurrent_states_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "observed.json"
+    states = (
+        RecurrentGroup("delta", "delta", (0, 2), 4, 16, 16, 2, True, 128, 4),
+        RecurrentGroup("conv", "conv", (1,)),
+    )
+    spec = ModelSpec("m", "toy", (), (NO_LAYER,) * 3, 96, 320, 64, 1000, states=states)
+    observations._write(path, spec)
+    assert observations._read(path) == spec
 
 
 @pytest.mark.parametrize(
