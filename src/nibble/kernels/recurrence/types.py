@@ -6,6 +6,7 @@ Shape suffixes: see kernels/recurrence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -56,6 +57,35 @@ class StateBatch:
     def next_states_at(self) -> tuple[int, ...]:
         """Where the matrices are after the step: at the last multiples of BLOCK up to starts + settled."""
         return tuple((start + n) // BLOCK * BLOCK for start, n in zip(self.starts, self.settled, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateMetadata:
+    """The same of a step on a GPU, in tensors that kernels read, so that a recorded step may find others there.
+
+    Tokens of the requests are rows of the layers' inputs, one request after the other. A matrix is where the last step
+    has left it: at the last multiple of BLOCK up to the request's first token.
+    """
+
+    slots_B: Tensor
+    """int32, slot of each request; -1: padding, of which nothing is stored and whose output is zero."""
+    starts_B: Tensor
+    """int32, position of its first token in this step."""
+    cu_seqlens_B1: Tensor
+    """int32, where its tokens begin among the rows; the last one is where all end."""
+    max_length: int
+    """Most tokens of a request that there may be; 1: a step of decodes."""
+    settled_B: Tensor | None = None
+    """int32, leading ones of its tokens that no later step takes back; None: all."""
+
+    def on_host(self) -> StateBatch:
+        """Return the same for naive.py, without padding; waits for the device."""
+        slots, starts, ends = (x.tolist() for x in (self.slots_B, self.starts_B, self.cu_seqlens_B1))
+        lengths = [stop - first for first, stop in pairwise(ends)]
+        settled = lengths if self.settled_B is None else self.settled_B.tolist()
+        rows = (row for row in zip(slots, starts, lengths, settled, strict=True) if row[0] >= 0)
+        live = tuple((slot, at, n, at // BLOCK * BLOCK, kept) for slot, at, n, kept in rows)
+        return StateBatch(*zip(*live, strict=True)) if live else StateBatch((), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
