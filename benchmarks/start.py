@@ -104,7 +104,7 @@ def engine_of(options: argparse.Namespace, memory: dict[str, int]) -> Iterator[A
 
     from nibble.models.activations import FULL
 
-    settings = {"kv_format": options.scheme, "device": options.device}
+    settings = {"kv_format": options.scheme, "device": options.device, "compile_cache": True}
     if not options.checkpoint:
         with served(options.model, weights=options.weights, **settings) as engine:
             yield engine.llm
