@@ -10,8 +10,8 @@ before the one in front has ended (early launches) overlap, so that their times 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import engine_load as load
 import paged
@@ -35,12 +35,11 @@ def kernel_times(run: Callable[[], object]) -> dict[str, tuple[int, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    times: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in found.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            count, total = times[event.name]
-            times[event.name] = count + 1, total + event.device_time
-    return times
+    return {
+        event.key: (event.count, event.self_device_time_total)
+        for event in found.key_averages()
+        if event.self_device_time_total
+    }
 
 
 def table(times: dict[str, tuple[int, float]], steps: int, rows: int) -> str:
@@ -80,9 +79,9 @@ def longest(options: argparse.Namespace) -> int:
 
 def main() -> None:
     options = arguments().parse_args()
-    extra = {"kv_window": options.window}
+    extra: dict[str, Any] = {"kv_window": options.window}
     if options.window:
-        extra["kv_transforms"] = "kmean+rot"
+        extra |= {"kv_transforms": "kmean+rot", "kv_scales": "auto"}
     with served(
         options.model, kv_format=options.scheme, weights=options.weights, device=gpu.device(),
         max_running=options.running, max_context=longest(options), token_budget=options.token_budget, **extra,
