@@ -81,7 +81,7 @@ def main() -> None:
     options = arguments().parse_args()
     extra: dict[str, Any] = {"kv_window": options.window}
     if options.window:
-        extra |= {"kv_transforms": "kmean+rot", "kv_scales": "auto"}
+        extra |= {"kv_transforms": "rot"}
     with served(
         options.model, kv_format=options.scheme, weights=options.weights, device=gpu.device(),
         max_running=options.running, max_context=longest(options), token_budget=options.token_budget, **extra,
@@ -104,7 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--weights", default="", help=f"quantise linear layers: {', '.join(KINDS)}")
     parser.add_argument("--scheme", default="nvfp4")
     parser.add_argument(
-        "--window", type=int, default=0, help="the exact window, with means and rotation of K"
+        "--window", type=int, default=0, help="the exact window, with a rotation of K"
     )
     parser.add_argument("--decodes", default="8,32")
     parser.add_argument("--running", type=int, default=64)
