@@ -81,8 +81,8 @@ class _GroupTest:
             self._step(lengths[: len(self.slots)])
         if self.group.values:
             planes = [plane[list(self.slots)] for plane in self.state.planes]
-            found, expected = (decode(self.state.format, x) for x in (planes, self.expected.planes))
-            self._compare(found, expected, "a state", "keeps")
+            actual, expected = (decode(self.state.format, x) for x in (planes, self.expected.planes))
+            self._compare(actual, expected, "a state", "keeps")
 
     def _step(self, lengths: tuple[int, ...]) -> None:
         """Run one step, with a row of padding behind it, which in a decode step is a request's."""
