@@ -11,6 +11,8 @@ from nibble.model_spec import ModelSpec, Phase, RecurrentGroup
 
 LEDGER_NAME = "recurrence"
 """The backend of entries in the ledger that are about recurrent states; their kind is the rule."""
+NO_FORMAT = "none"
+"""The format of layers that keep inputs of a convolution alone."""
 PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """What is verified: prompts, chunks that are cut anywhere, and decode steps."""
 KERNELS = "triton"
@@ -47,4 +49,4 @@ def untested(
 
 def key(group: RecurrentGroup, phase: Phase, format: str, arch: int) -> tuple[str, str, str, str, int]:
     """Return what the ledger calls layers in a phase. A convolution alone has no format."""
-    return LEDGER_NAME, str(phase), group.rule, format if group.values else "none", arch
+    return LEDGER_NAME, str(phase), group.rule, format if group.values else NO_FORMAT, arch
