@@ -20,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
 ACTIVATIONS = ("auto", "bf16", "fp8")
 STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
-"""How recurrent states are kept; kernels/state_formats.py has them."""
+"""How recurrent states are kept, first as families compute them; kernels/state_formats.py has them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
 MAX_WINDOW = 4096

@@ -17,15 +17,7 @@ from nibble.engine import build
 from nibble.engine.plan import plan_engine
 from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
-from tiny import save_tiny, set_generation_config
-
-QWEN3_NEXT: dict[str, Any] = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-"""Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
+from tiny import QWEN3_NEXT, save_tiny, set_generation_config
 
 
 @pytest.fixture(scope="module")

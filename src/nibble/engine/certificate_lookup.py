@@ -20,7 +20,7 @@ from nibble import formats
 from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
-from nibble.config import BUNDLED, Config, default_of
+from nibble.config import BUNDLED, STATE_FORMATS, Config, default_of
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
 from nibble.errors import ConfigError
@@ -74,8 +74,10 @@ UNSAID = frozenset(
 
 def is_unquantised(cache_plan: CachePlan) -> bool:
     """Whether the cache stores what the model computes, so that there is nothing to certify."""
-    entries = (entry for store in cache_plan.plan.stores for layer in store.layers for entry in layer.streams)
-    return all(formats.get(entry.format).plain is not None for entry in entries)
+    plan = cache_plan.plan
+    entries = (entry for store in plan.stores for layer in store.layers for entry in layer.streams)
+    is_exact = not plan.states or plan.state_format == STATE_FORMATS[0]
+    return is_exact and all(formats.get(entry.format).plain is not None for entry in entries)
 
 
 def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
@@ -101,7 +103,8 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         options={name: value for name, value in _others(config, UNCOUNTED).items() if value != usual[name]}
         | {name: str(value) for name, value in decided.items()}
         # Said where they are quantised alone: who leaves them has the certificates of before.
-        | ({} if cache_plan.activations == FULL else {"activations": cache_plan.activations}),
+        | ({} if cache_plan.activations == FULL else {"activations": cache_plan.activations})
+        | ({"state_format": plan.state_format} if plan.states else {}),
     )
 
 
