@@ -11,6 +11,7 @@ from test_invariance import OTHERS, PROMPT, answer, same
 
 from bits import preempting
 from families import VOCAB, make, tiny_config
+from hybrids import QWEN3_NEXT
 from nibble import LLM, SamplingParams
 from nibble.config import STATE_FORMATS, Config
 from nibble.engine import build
@@ -19,15 +20,6 @@ from nibble.errors import ConfigError
 from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
 from tiny import save_tiny, set_generation_config
-
-QWEN3_NEXT: dict[str, Any] = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-"""Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
-
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -146,7 +146,10 @@ def candidates_of(
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    for entry in entries or default_entries(candidates[0].plan.model_spec):
+    model_spec = candidates[0].plan.model_spec
+    for entry in entries or default_entries(model_spec):
+        # The yardstick's states are exact: a scheme that rounds them is another one, and says so.
+        entry = entry.with_states(config) if model_spec.states else entry
         if entry != yardstick:
             try:
                 candidates.append(_plan_candidate(entry.config(config), entry))
