@@ -62,7 +62,6 @@ static inline void arrive(u32 barrier) {
   if (--b.pending == 0) {
     b.pending = b.expected;
     b.phase++;
-    changes++;
   }
 }
 
@@ -81,12 +80,13 @@ static inline void wait_for_copies() {
 }
 
 static inline void arrive_after_copies(u32 barrier) {
-  changes++;
   let_others_run();
   wait_for_copies();
   arrive(barrier);
 }
 
+static inline bool has_phase(u32 barrier, u32 parity) { return (barrier_at(barrier).phase & 1) != parity; }
+
 static inline void wait_for_phase(u32 barrier, u32 parity) {
-  while ((barrier_at(barrier).phase & 1) == parity) let_others_run();
+  while (!__all_sync(ALL_LANES, has_phase(barrier, parity))) let_others_run();
 }
