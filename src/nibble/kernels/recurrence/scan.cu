@@ -36,7 +36,7 @@ constexpr float MAX_CODE = FORMAT == E4M3 ? 448.f : 127.f, MIN_SCALE = 1.f / (1u
 constexpr float LEAST = MAX_CODE * MIN_SCALE;  // a row's largest value, at least
 constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to an integer
 constexpr int CODE_BYTES = FORMAT == FP32 ? 4 : FORMAT == BF16 ? 2 : 1;
-constexpr int PARTS = 1 + SPLIT, CHAINS = 2 * PARTS;  // of a sum: they do not wait for each other
+constexpr int PARTS = 1 + SPLIT;
 static_assert(SPLIT == (FORMAT == FP32), "updates are float32 where matrices are");
 
 struct Slots {
@@ -80,27 +80,11 @@ struct Operand {
 
 // ---- 16 rows of a matrix ------------------------------------------------------------------------------
 struct Matrix {
-  float x[TILES][4];            // values, or codes, which are integers or E4M3
-  Operand parts[STEPS][PARTS];  // the same as operands
-  float scale[2];               // of rows g and g + 8, where the format has scales
+  float x[TILES][4];            // values; those of the format, once rounded, without scales
+  Operand parts[STEPS][PARTS];  // rounded values as operands
+  float scale[2], factor[2];    // of rows g and g + 8, where the format has scales, and what they are multiplied by
 
   DEVICE float scale_of(int r) const { return FORMAT >= E4M3 ? scale[r / 2] : 1.f; }
-
-  DEVICE void set_parts() {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      if (FORMAT == FP32 || FORMAT == BF16) {
-        parts[s][0].set(x + 2 * s);
-        if (SPLIT) parts[s][PARTS - 1].set_rest(x + 2 * s, parts[s][0]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float* pair = x[2 * s + i / 2] + i % 2 * 2;
-          parts[s][0].a[i] = upper_halves(pair[0], pair[1]);
-        }
-      }
-    }
-  }
 
   // codes: those of the lane's row g and columns 2 c. Row g + 8 is eight rows further.
   DEVICE void load(const u8* codes, const float* scales) {
@@ -108,6 +92,7 @@ struct Matrix {
       scale[0] = scales[0];
       scale[1] = scales[8];
     }
+    factor[0] = factor[1] = 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -128,17 +113,16 @@ struct Matrix {
         }
       }
     }
-    set_parts();
   }
 
   DEVICE void clear() {
     scale[0] = scale[1] = MIN_SCALE;
+    factor[0] = factor[1] = 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int r = 0; r < 4; r++) x[t][r] = 0;
     }
-    set_parts();
   }
 
   DEVICE void store(u8* codes, float* scales, int c) const {
@@ -175,40 +159,36 @@ struct Matrix {
     }
   }
 
+  // Round to the format. What is rounded stays what it is.
   DEVICE void round() {
-    if (FORMAT >= E4M3) {
-      float factor[2];
-      set_scales(factor);
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        if (FORMAT == INT8) {
+    for (int s = 0; s < STEPS; s++) {
+      Operand& high = parts[s][0];
+      if (FORMAT <= BF16) high.set(x + 2 * s);
+      if (SPLIT) parts[s][PARTS - 1].set_rest(x + 2 * s, high);
 #pragma unroll
-          for (int r = 0; r < 4; r++) x[t][r] = __fmaf_rn(x[t][r], factor[r / 2], ROUNDER) - ROUNDER;
-        } else {
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float* pair = x[t] + 2 * half;
-            const u32 codes = e4m3x2_from_f32(pair[0] * factor[half], pair[1] * factor[half]);
-            *(float2*)pair = f32x2_from_f16x2(f16x2_from_e4m3x2(codes));
-          }
+      for (int i = 0; i < 4; i++) {
+        const int half = i % 2;  // which of the rows
+        float* pair = x[2 * s + i / 2] + 2 * half;
+        if (FORMAT == BF16) {
+          pair[0] = low_bf16(high.a[i]);
+          pair[1] = high_bf16(high.a[i]);
+        } else if (FORMAT == E4M3) {
+          const u32 codes = e4m3x2_from_f32(pair[0] * factor[half], pair[1] * factor[half]);
+          *(float2*)pair = f32x2_from_f16x2(f16x2_from_e4m3x2(codes));
+        } else if (FORMAT == INT8) {
+          pair[0] = __fmaf_rn(pair[0], factor[half], ROUNDER) - ROUNDER;
+          pair[1] = __fmaf_rn(pair[1], factor[half], ROUNDER) - ROUNDER;
         }
+        if (FORMAT >= E4M3) high.a[i] = upper_halves(pair[0], pair[1]);
       }
     }
-    set_parts();
-    if (FORMAT == BF16) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-          const u32 pair = parts[t / 2][0].a[t % 2 * 2 + r / 2];
-          x[t][r] = r % 2 ? high_bf16(pair) : low_bf16(pair);
-        }
-      }
-    }
+    factor[0] = factor[1] = 1;
   }
 
-  // Scales are largest values over the largest code, divided as float32 does it. factor: receives 1 / scale.
-  DEVICE void set_scales(float* factor) {
+  // Scales are largest values over the largest code, divided as float32 does it.
+  DEVICE void set_scales() {
+    if (FORMAT <= BF16) return;
     float most[2][2] = {{LEAST, LEAST}, {LEAST, LEAST}};
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -322,13 +302,31 @@ DEVICE void store_ends(const Inputs& inputs, const float* decay, const Slots& sl
 }
 
 // ---- a block of tokens --------------------------------------------------------------------------------
-// sum [n] = S rows^T, for 16 rows in shared memory.
+// Rows g and g + 8 of S, of the 16 that a warp has: where a lane's are.
+struct Lane {
+  int lane, g, c;
+  u32 rows, columns, values;       // addresses of matrices of 8 x 8 in a stage
+  u32 fragment, factors, is_first;  // addresses in a record, of operands and of what tokens have
+
+  DEVICE Lane(int warp) {
+    lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+    const int row = lane % 8, one = lane / 8 % 2, two = lane / 16;
+    rows = (row + 8 * two) * KEY_PITCH + 16 * one;
+    columns = (row + 8 * one) * KEY_PITCH + 16 * two;
+    values = VALUES + (row + 8 * two) * VALUE_PITCH + 32 * warp + 16 * one;
+    fragment = 16 * lane, factors = 8 * c, is_first = lane == 0;
+    keep(rows), keep(columns), keep(values), keep(fragment), keep(factors), keep(is_first);
+  }
+};
+
+// sum [n] = S rows^T, for 16 rows that are operands; of S so many parts.
+template <int COUNT>
 DEVICE void multiply_rows(float (*sum)[4], const Matrix& matrix, const u32 (*b)[4]) {
-  float chains[2][CHAINS][4] = {};
+  float chains[2][2 * COUNT][4] = {};  // they do not wait for each other
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = 0; part < COUNT; part++) {
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         matrix.parts[s][part].multiply(chains[n][2 * part + s % 2], b[s][2 * n], b[s][2 * n + 1]);
@@ -340,7 +338,7 @@ DEVICE void multiply_rows(float (*sum)[4], const Matrix& matrix, const u32 (*b)[
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       sum[n][r] = chains[n][0][r] + chains[n][1][r];
-      if (SPLIT) sum[n][r] += chains[n][CHAINS - 2][r] + chains[n][CHAINS - 1][r];
+      if (COUNT > 1) sum[n][r] += chains[n][2 * COUNT - 2][r] + chains[n][2 * COUNT - 1][r];
     }
   }
 }
@@ -351,22 +349,22 @@ DEVICE void load_rows(u32 (*b)[4], u32 rows) {
 }
 
 // What a lane has to do with tokens of a block: 2 c, 2 c + 1, 2 c + 8 and 2 c + 9.
-DEVICE void load_factors(float (*to)[2], const u8* from, int c) {
+DEVICE void load_factors(float (*to)[2], const u8* from) {
 #pragma unroll
-  for (int n = 0; n < 2; n++) *(float2*)to[n] = *(const float2*)(from + 4 * (8 * n + 2 * c));
+  for (int n = 0; n < 2; n++) *(float2*)to[n] = *(const float2*)(from + 32 * n);
 }
 
 // U [n] of values less what the matrix has of them.
-DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, int lane) {
+DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, const Lane& at) {
   Operand high, low;
   high.set(x);
-  const uint4 b = ((const uint4*)(record + SOLVE))[lane];
+  const uint4 b = *(const uint4*)(record + SOLVE + at.fragment);
   high.multiply(u[0], b.x, b.y);
   high.multiply(u[1], b.z, b.w);
   if (SPLIT) {
     float more[2][2][4] = {};
     low.set_rest(x, high);
-    const uint4 d = ((const uint4*)(record + SOLVE_LOW))[lane];
+    const uint4 d = *(const uint4*)(record + SOLVE_LOW + at.fragment);
     low.multiply(more[0][0], b.x, b.y);
     low.multiply(more[0][1], b.z, b.w);
     high.multiply(more[1][0], d.x, d.y);
@@ -379,25 +377,11 @@ DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, 
   }
 }
 
-// Rows g and g + 8 of S, of the 16 that a warp has: where a lane's are.
-struct Lane {
-  int lane, g, c;
-  u32 rows, columns, values;  // addresses of matrices of 8 x 8 in a stage
-
-  DEVICE Lane(int warp) {
-    lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-    const int row = lane % 8, one = lane / 8 % 2, two = lane / 16;
-    rows = (row + 8 * two) * KEY_PITCH + 16 * one;
-    columns = (row + 8 * one) * KEY_PITCH + 16 * two;
-    values = VALUES + (row + 8 * two) * VALUE_PITCH + 32 * warp + 16 * one;
-  }
-};
-
 // Add what queries have of updates, and store outputs. to: the lane's columns 2 c of the row that token g has. first,
 // stop: of the block's tokens, those of this step.
 DEVICE void finish_outputs(float (*o)[4], const Operand* update, const u8* record, u16* to, u64 row_stride,
                            int first, int stop, const Lane& at) {
-  const uint4 weights = ((const uint4*)(record + WEIGHTS))[at.lane];
+  const uint4 weights = *(const uint4*)(record + WEIGHTS + at.fragment);
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     update[part].multiply(o[0], weights.x, weights.y);
@@ -444,12 +428,12 @@ DEVICE void read_matrix(float (*u)[4], float (*o)[4], const Matrix& matrix, cons
                         const u8* record, float (*past)[4], const Lane& at) {
   float x[2][4], fade[2][2], rate[2][2];
   u32 values[4], query_rows[STEPS][4];
-  load_factors(fade, record + FADE, at.c);
-  if (!DELTA) load_factors(rate, record + RATE, at.c);
+  load_factors(fade, record + FADE + at.factors);
+  if (!DELTA) load_factors(rate, record + RATE + at.factors);
   load_transposed(values, stage + at.values);
-  if (DELTA) multiply_rows(x, matrix, key_rows);
+  if (DELTA) multiply_rows<PARTS>(x, matrix, key_rows);
   load_rows(query_rows, stage + KEY_TILE + at.rows);
-  multiply_rows(o, matrix, query_rows);
+  multiply_rows<1>(o, matrix, query_rows);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -467,7 +451,7 @@ DEVICE void read_matrix(float (*u)[4], float (*o)[4], const Matrix& matrix, cons
       o[n][r] *= factor;
     }
   }
-  if (DELTA) solve_updates(u, x, record, at.lane);
+  if (DELTA) solve_updates(u, x, record, at);
 }
 
 DEVICE void set_parts(Operand* parts, const float (*x)[4]) {
@@ -476,9 +460,10 @@ DEVICE void set_parts(Operand* parts, const float (*x)[4]) {
 }
 
 // What enters the next matrix: updates as they are kept, times what is left of them at the block's end.
-DEVICE void fade_updates(Operand* entering, const float (*u)[4], const Operand* update, const u8* record, int c) {
+DEVICE void fade_updates(Operand* entering, const float (*u)[4], const Operand* update, const u8* record,
+                         const Lane& at) {
   float x[2][4], rest[2][2];
-  load_factors(rest, record + REST, c);
+  load_factors(rest, record + REST + at.factors);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -537,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
                       v_stride_token, v_stride_head};
   const Slots slots{codes, scales, keys, updates, decays, codes_stride_slot, scales_stride_slot,
                     keys_stride_slot, updates_stride_slot, decays_stride_slot, places};
-  const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+  u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers), stages = shared_address(smem);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       init_barrier(full + 8 * s, 32);
@@ -552,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
     for (int i = 0; i < span.blocks; i++) {
       const int s = i % STAGES;
       if (i >= STAGES) wait_for_phase(empty + 8 * s, (i / STAGES - 1) & 1);
-      copy_block(shared_address(smem) + s * STAGE, inputs, slots, work, span,
+      copy_block(stages + s * STAGE, inputs, slots, work, span,
                  requests.first_block(request) + i, span.begin + i * BLOCK, lane);
       arrive_after_copies(full + 8 * s);
     }
@@ -577,28 +562,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
   if (SPLIT) load_stored(past, slots, work, span, at, row);
   u32 key_rows[STEPS][4];
   wait_for_phase(full, 0);
-  if (DELTA) load_rows(key_rows, shared_address(smem) + at.rows);
+  if (DELTA) load_rows(key_rows, stages + at.rows);
   u16* to = out + work.value_at(0) + row + 2 * c + ((long long)span.row + span.begin - span.start + g) * (long long)row_stride;
 
   // --- blocks that are full
   const int full_blocks = (span.stop - span.begin) / BLOCK;
   int first = span.start - span.begin;  // of a block's rows, this step's
-  u32 stage = shared_address(smem), full_barrier = full, phase = 0;
+  keep(full), keep(empty), keep(stages);
+  u32 stage = stages, full_barrier = full, phase = 0;
   const u8* record = smem + DATA;
-  const u32 last_stage = stage + (STAGES - 1) * STAGE;
+  const u32 last_stage = stages + (STAGES - 1) * STAGE, to_empty = empty - full;
   float u[2][4], o[2][4];
   Operand update[PARTS];
   for (int i = 0; i < full_blocks; i++) {
     const bool is_last = stage == last_stage;
-    const u32 next_stage = is_last ? shared_address(smem) : stage + STAGE;
+    const u32 next_stage = is_last ? stages : stage + STAGE;
     const u32 next_barrier = is_last ? full : full_barrier + 8;
     phase ^= is_last;
     const bool is_next_there = i + 1 == span.blocks || has_phase(next_barrier, phase);
+    // Values are rounded here and not at the end: to do so goes well with the products that follow.
+    matrix.round();
     read_matrix(u, o, matrix, key_rows, stage, record, past, at);
-    matrix.fade((const float*)(record + END) + (COLUMN ? 2 * c : 0));
+    matrix.fade((const float*)(record + END + (COLUMN ? at.factors : 0)));
     set_parts(update, u);
     Operand entering[PARTS];
-    fade_updates(entering, u, update, record, c);
+    fade_updates(entering, u, update, record, at);
     if (!__all_sync(ALL_LANES, is_next_there)) wait_for_phase(next_barrier, phase);
 
     // --- the next matrix
@@ -615,14 +603,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
     finish_outputs(o, update, record, to, row_stride, first, BLOCK, at);
     if (DELTA) load_rows(key_rows, next_stage + at.rows);
     __syncwarp();
-    if (at.lane == 0) arrive(full_barrier + (empty - full));
-    matrix.round();
+    if (at.is_first) arrive(full_barrier + to_empty);
+    matrix.set_scales();
     first = 0;
     to += BLOCK * row_stride;
     stage = next_stage;
     full_barrier = next_barrier;
     record = is_last ? smem + DATA : record + STAGE;
   }
+  matrix.round();
   if (full_blocks) matrix.store(own_codes, own_scales, c);
 
   // --- the last one, if it is not

@@ -5,6 +5,9 @@
 
 DEVICE float exp_of(float x) { return ex2(x * LOG2E); }
 
+// Keep a value in a register: what is computed of a thread's index would be computed again in each turn of a loop.
+DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
+
 // ---- values -------------------------------------------------------------------------------------------
 DEVICE float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 
