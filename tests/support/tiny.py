@@ -44,7 +44,8 @@ QWEN3_NEXT: dict[str, Any] = {
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
-"""What makes a hybrid qwen3_next of BASE. Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
+"""What makes a hybrid qwen3_next of BASE. Gates of all heads fill vectors, as in models that are published: torch rounds
+the tail of sigmoid() otherwise."""
 
 CHUNKED: dict[str, Any] = {
     "attention_chunk_size": 16,

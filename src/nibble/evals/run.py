@@ -28,7 +28,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.window_memory import request_bytes
 from nibble.cache.scales import KVScales
-from nibble.config import STATE_FORMATS, Config
+from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
 from nibble.engine.llm import LLM
 from nibble.engine.plan import EnginePlan, plan_engine
@@ -147,15 +147,13 @@ def candidates_of(
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    named = entries or default_entries(candidates[0].plan.model_spec)
-    if candidates[0].plan.plan.states and config.state_format != STATE_FORMATS[0]:
-        # The yardstick's states are exact, so with others the same scheme is another entry.
-        other = replace(yardstick, options=f"state_format={config.state_format}")
-        named = [other if entry == yardstick else entry for entry in named]
-    for entry in named:
-        if entry != yardstick:
+    model_spec = candidates[0].plan.model_spec
+    for entry in entries or default_entries(model_spec):
+        # The yardstick's states are exact: a scheme that rounds them is another one, and says so.
+        own = entry.with_states(config) if model_spec.states else entry
+        if own != yardstick:
             try:
-                candidates.append(_plan_candidate(entry.config(config), entry))
+                candidates.append(_plan_candidate(own.config(config), own))
             except NibbleError as error:
                 if entries:
                     raise
