@@ -14,13 +14,13 @@ import pytest
 
 from nibble import LLM
 from nibble.attention.planner.plan import Plan
-from nibble.config import BUNDLED, STATE_FORMATS, Config, parse_quality
+from nibble.config import BUNDLED, Config, parse_quality
 from nibble.engine import certificate_lookup as lookup
 from nibble.engine.certificate import SCHEMA, UNKNOWN_SCALES, Certificate, Figures, Subject
 from nibble.engine.plan import plan_engine
 from nibble.errors import PYTHON, ConfigError, set_caller
 from nibble.spec import CacheSpec
-from tiny import QWEN3_NEXT, save_tiny
+from tiny import save_tiny
 
 FIGURES = Figures(
     kl=0.004, kl_p99=0.05, perplexity=10.03, yardstick_perplexity=10.0, top1=0.981,
@@ -156,11 +156,6 @@ def test_what_differs_is_said(change: dict[str, Any], reason: str | None) -> Non
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "user"))
     return save_tiny(tmp_path / "model", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **QWEN3_NEXT)
 
 
 def config(model: Path, **options: Any) -> Config:
@@ -342,19 +337,3 @@ def test_where_a_new_one_is_written(model: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     for name in BUNDLED:
         assert lookup.folder_to_write(name) == lookup.user_folder()
-
-
-def test_states_are_part_of_what_is_certified(hybrid: Path) -> None:
-    plans = {name: plan_engine(config(hybrid, state_format=name)) for name in STATE_FORMATS}
-    exact, *others = (lookup.subject_of(plan, None) for plan in plans.values())
-    assert len({exact.key, *(other.key for other in others)}) == len(STATE_FORMATS)
-    differences = [*lookup.subject_of(plans["int8"], None).differences(exact)]
-    assert differences == ["it is of state_format int8, and here it is fp32"]
-    assert "--state-format=int8" in lookup.command_for(plans["int8"].config)
-
-
-@pytest.mark.parametrize("state_format", STATE_FORMATS)
-def test_quantised_states_are_a_quantised_cache(hybrid: Path, model: Path, state_format: str) -> None:
-    plain = {"kv_format": "fp32", "state_format": state_format}
-    assert lookup.is_unquantised(plan_engine(config(hybrid, **plain))) == (state_format == "fp32")
-    assert lookup.is_unquantised(plan_engine(config(model, **plain))), "it has no states"

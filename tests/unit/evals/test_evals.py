@@ -361,7 +361,7 @@ def test_states_are_measured_against_exact_ones(tmp_path: Path) -> None:
     # What the command says of states is of what it names, and never of the yardstick.
     other = evaluate(Config(model=model, kv_window=0, state_format="int8"), ("fp32", "nvfp4"), sizes).results
     assert [result.state_format for result in other] == ["fp32", "int8", "int8"]
-    assert [result.name for result in other] == ["fp32", "fp32:state_format=int8", "nvfp4"]
+    assert [result.name for result in other] == ["fp32", "fp32:state_format=int8", "nvfp4:state_format=int8"]
     assert other[1].kl == found[2].kl and other[0].perplexity == found[0].perplexity
 
 

@@ -83,7 +83,7 @@ DEVICE void unpack(u32* pair, u32 words, u32 factor) {
   pair[0] = words & 0x81C081C0;
   pair[1] = (words << 3) & 0x81C081C0;
   pair[2] = (words << 6) & 0x81C081C0;
-  pair[3] = ((words << 1) & 0x80008000) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040);
+  pair[3] = (((words >> 8) & 0x006C006C) * 0x421) & 0x81C081C0;
 #else
   for (int i = 0; i < 4; i++) {  // 128 + code, of which 136 is taken away
     pair[i] = fma_bf16x2(((words >> (4 * i)) & 0x000F000F) | 0x43004300, 0x3F803F80, 0xC308C308);
