@@ -44,7 +44,9 @@ class Case:
 
     def __str__(self) -> str:
         default = Case()
-        names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        names = [
+            f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)
+        ]
         return ",".join(f"{name}={getattr(self, name)}" for name in names).replace(" ", "") or "default"
 
 
@@ -99,9 +101,7 @@ def prompt(case: Case, device: str = "cpu", seed: int = 0, spare_rows: int = 3) 
     return Prompt(case, _inputs(case, sum(case.lengths) + spare_rows, device), state, metadata)
 
 
-def _inputs(
-    case: Case, tokens: int, device: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def _inputs(case: Case, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     def values(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
@@ -153,7 +153,9 @@ class Difference:
         return ", ".join(f"{name} {value:.2g}" for name, value in values)
 
 
-def difference(before: Prompt, kernel: Prompt, o_THV: Tensor, naive_result: Prompt, expected_THV: Tensor) -> Difference:
+def difference(
+    before: Prompt, kernel: Prompt, o_THV: Tensor, naive_result: Prompt, expected_THV: Tensor
+) -> Difference:
     """Compare two results, and what may not have changed with what was there before."""
     case, metadata = kernel.case, kernel.metadata
     live = [i for i in range(len(case.lengths)) if i not in case.padding]
