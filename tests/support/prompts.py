@@ -47,7 +47,8 @@ class Case:
         names = [
             f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)
         ]
-        return ",".join(f"{name}={getattr(self, name)}" for name in names).replace(" ", "") or "default"
+        texts = [f"{name}={getattr(self, name)}".replace(" ", "") for name in names]
+        return ",".join(text if len(text) < 50 else text[:40] + "...)" for text in texts) or "default"
 
 
 @dataclass(frozen=True)

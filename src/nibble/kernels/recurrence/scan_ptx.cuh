@@ -47,6 +47,10 @@ DEVICE void load_transposed(u32* r, u32 address) {
 }
 
 // ---- copies to shared memory, and barriers that wait for them -----------------------------------------
+DEVICE void copy_16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
+}
+
 DEVICE void copy_16_or_zeros(u32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;"
                :: "r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
