@@ -5,6 +5,9 @@
 
 DEVICE float exp_of(float x) { return ex2(x * LOG2E); }
 
+// Keep a value in a register: what is computed of a thread's index would be computed again in each turn of a loop.
+DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
+
 // ---- values -------------------------------------------------------------------------------------------
 DEVICE float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 
@@ -64,15 +67,19 @@ DEVICE void arrive(u32 barrier) {
   asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s,[%0];\n}" :: "r"(barrier) : "memory");
 }
 
-// Wait until the phase of this parity is complete.
-DEVICE void wait_for_phase(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-  barrier_wait(barrier, parity);
-#else
+// Whether the phase of this parity is complete.
+DEVICE bool has_phase(u32 barrier, u32 parity) {
+  u32 r;
   asm volatile(
-      "{\n.reg .pred p;\nL: mbarrier.test_wait.parity.shared.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}"
-      :: "r"(barrier), "r"(parity) : "memory");
-#endif
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+      : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
+  return r;
+}
+
+// Wait for it. The whole warp does: what follows knows that its lanes are together.
+DEVICE void wait_for_phase(u32 barrier, u32 parity) {
+  while (!__all_sync(ALL_LANES, has_phase(barrier, parity))) {
+  }
 }
 
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
