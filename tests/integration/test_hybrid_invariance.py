@@ -24,6 +24,7 @@ from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
 from tiny import save_tiny, set_generation_config
 
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **QWEN3_NEXT)
@@ -74,7 +75,9 @@ def test_a_hit_at_every_page_boundary(state_format: str, kv_format: str, hybrid:
             ends = range(size, boundary * size + 1, size)
             llm.generate([PROMPT[:end] + [251] * PROMPT_TAIL for end in ends], max_tokens=1)
             pages = manager._radix.match(llm.engine.namespace + "/", PROMPT, boundary * size)
-            assert len(pages) == boundary and all(states.snapshots.value_of(page) is not None for page in pages)
+            assert len(pages) == boundary and all(
+                states.snapshots.value_of(page) is not None for page in pages
+            )
             for page in pages[boundary - dropped :]:
                 states.snapshots.drop(page)
             hit = answer(llm, [PROMPT])

@@ -28,7 +28,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.window_memory import request_bytes
 from nibble.cache.scales import KVScales
-from nibble.config import Config
+from nibble.config import EXACT_STATES, Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
 from nibble.engine.llm import LLM
 from nibble.engine.plan import EnginePlan, plan_engine
@@ -147,9 +147,9 @@ def candidates_of(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
     model_spec = candidates[0].plan.model_spec
-    for entry in entries or default_entries(model_spec):
-        # The yardstick's states are exact: a scheme that rounds them is another one, and says so.
-        entry = entry.with_states(config) if model_spec.states else entry
+    # The yardstick's states are exact: a scheme that rounds them is another one, and says so.
+    of_all = config if model_spec.states else replace(config, state_format=EXACT_STATES)
+    for entry in (one.with_states(of_all) for one in entries or default_entries(model_spec)):
         if entry != yardstick:
             try:
                 candidates.append(_plan_candidate(entry.config(config), entry))
