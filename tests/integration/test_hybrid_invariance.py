@@ -12,17 +12,16 @@ from test_invariance import OTHERS, PROMPT, answer, same
 
 from bits import preempting
 from families import VOCAB, make, tiny_config
-from hybrids import QWEN3_NEXT
 from nibble import LLM, SamplingParams
 from nibble.cache.state_pool import StatePool
 from nibble.config import STATE_FORMATS, Config
 from nibble.engine import build
 from nibble.engine.plan import plan_engine
 from nibble.engine.scheduler import PROMPT_TAIL
-from nibble.errors import ConfigError
 from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
-from tiny import save_tiny, set_generation_config
+from tiny import QWEN3_NEXT, save_tiny, set_generation_config
+
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +119,11 @@ def test_a_wrong_snapshot_is_noticed(plant: Callable[[StatePool, int, int], None
     assert hit[2] == 80 and (hit[1] - cold[1]).abs().max() > 1e-5
 
 
-def test_a_gpu_is_refused_early(hybrid: Path) -> None:
-    """Before weights are read, and `nibble plan` says so."""
-    planned = plan_engine(Config(model=str(hybrid)), lookup_gpu("h200"))
-    assert any("recurrent state" in note for note in planned.plan.notes) and planned.budget.states
-    with pytest.raises(ConfigError, match="computes those on CPUs only: --device cpu"):
-        build._runnable(planned)
+def test_a_plan_for_a_gpu_counts_slots(hybrid: Path) -> None:
+    """And says what was never run there."""
+    planned = plan_engine(Config(model=str(hybrid), state_format="int8"), lookup_gpu("h200"))
+    assert planned.budget.states and planned.budget.states.format == "int8"
+    assert any("never run on SM90" in note and "delta in int8" in note for note in planned.plan.notes)
 
 
 @pytest.mark.parametrize("state_format", STATE_FORMATS)

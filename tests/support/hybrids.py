@@ -28,13 +28,6 @@ from nibble.models.observe import observe
 BACKEND = "torch_ref"
 PAGE = 16
 SLOTS = 3
-QWEN3_NEXT: dict[str, Any] = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-"""Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
 
 
 def adapted(model: Any) -> Any:

@@ -34,7 +34,7 @@ from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
-from nibble.engine.plan import EnginePlan, plan_engine, state_note
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
@@ -42,7 +42,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
-from nibble.errors import ConfigError, ScaleError
+from nibble.errors import ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
@@ -141,8 +141,6 @@ def preflight(
 def _runnable(engine_plan: EnginePlan) -> EnginePlan:
     """Return the plan; raise ConfigError where it cannot run, or its weights cannot be read."""
     require_runnable(engine_plan.plan)
-    if reason := state_note(engine_plan.model_spec, engine_plan.hardware):
-        raise ConfigError(reason)
     require_readable(engine_plan.model_spec.stored_weights)
     return engine_plan
 
@@ -273,9 +271,8 @@ def _state_slots(engine_plan: EnginePlan) -> StateSlots | None:
     states, page_size = engine_plan.budget.states, engine_plan.plan.page_size
     if states is None:
         return None
-    # One lease more: that of the start-up test.
     interval = cdiv(engine_plan.config.state_interval, page_size)
-    return StateSlots(states.slots + 1, states.requests + 1, interval)
+    return StateSlots(states.slots + SPARE_SLOTS, states.requests + SPARE_SLOTS, interval)
 
 
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
@@ -320,8 +317,7 @@ def _engine(
     )
     empty_page = exact.empty_page if exact else None
     tables = PageTables(
-        config.max_running + 1, budget.table_width, hardware.device, empty_page,
-        states.num_slots - 1 if states else None,
+        config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
     run = _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size

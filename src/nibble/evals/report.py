@@ -273,13 +273,15 @@ class SchemeResult:
     seconds: float = 0.0
     """What measuring took."""
     request_bytes: int = 0
-    """Of a running request of `request_tokens` (Report.measured), the exact window included."""
+    """Of a running request of `request_tokens` (Report.measured), the exact window and states included."""
     encoder: str = ""
     """How the block scales of its 4-bit formats are chosen."""
     transforms: str = ""
     """Of K, as kmean+rot."""
     exact_window: int = 0
     """Newest tokens that are read in the compute dtype."""
+    state_format: str = ""
+    """Of recurrent states; empty where the model has none."""
 
     @property
     def mean_recall(self) -> float | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hybrids import QWEN3_NEXT
 from nibble import LLM
 from nibble.config import STATE_FORMATS, Config
 from nibble.engine import certificate_lookup as lookup
@@ -16,7 +15,7 @@ from nibble.errors import ConfigError
 from nibble.evals.certify import certify
 from nibble.evals.report import Entry, Sizes
 from nibble.evals.run import candidates_of, evaluate
-from tiny import save_tiny
+from tiny import QWEN3_NEXT, save_tiny
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(40))
 SMALL = Sizes(tokens=120, recall_cases=0, attention_tokens=32, yardstick="fp32")
