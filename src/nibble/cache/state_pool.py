@@ -20,6 +20,7 @@ class StatePool:
         dtype: the compute dtype, as torch calls it.
         device: where they lie.
         poison: fill them with NaN where a format can, to show reads of what was never written.
+        invariant: whether every step is computed by kernels whose bits depend on no cut (--deterministic).
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class StatePool:
         device: torch.device | str,
         *,
         poison: bool = False,
+        invariant: bool = False,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.invariant = num_slots, invariant
         self.layers: dict[int, LayerState] = {}
         """By layer."""
         for group in groups:

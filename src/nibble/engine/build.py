@@ -262,7 +262,7 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
         return None
     return StatePool(
         engine_plan.plan.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
-        poison=poison,
+        poison=poison, invariant=engine_plan.config.deterministic,
     )  # fmt: skip
 
 
