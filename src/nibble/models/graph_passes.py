@@ -2,7 +2,7 @@
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both. A
-router and the layer of experts behind it, both Nibble's own, become one operator, which one launch computes for a token.
+router and the layer of experts behind it, where Nibble computes both, become one operator: one launch for a token.
 """
 
 from __future__ import annotations
