@@ -118,7 +118,7 @@ def main() -> None:
         with served(
             options.model, kv_format=options.scheme, state_format=states, device=gpu.device(), prefix_cache=False,
             max_running=max(map(int, options.requests.split(","))), max_context=320 if options.tiny else 20480,
-            token_budget=64 if options.tiny else 8192,
+            token_budget=64 if options.tiny else 8192, kv_memory="64MiB" if options.tiny else None,
         ) as made:  # fmt: skip
             print(f"{states} states: {made.llm.engine.startup.summary}", flush=True)
             bound = EXACT if options.scheme == "bf16" and states == "fp32" else QUANTISED
