@@ -84,6 +84,10 @@ static inline void let_others_run() {
   threadIdx.x = me;
 }
 
+// How many turns something takes that is not of this thread's making: mostly few.
+static std::mt19937 turns;
+static inline int turns_to_wait() { return turns() % 8 ? turns() % 4 : turns() % 400; }
+
 // An operation of all lanes of a warp: the last to arrive computes it for all.
 template <class Compute>
 static inline void together(const char* name, const u32* in, int words, u32* out, int results, Compute compute) {
