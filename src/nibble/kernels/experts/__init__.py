@@ -214,17 +214,17 @@ def _layer(
 def _gated(y_SN: Tensor, gate: Gate) -> Tensor:
     if not _has_kernels(y_SN):
         return naive_gated(y_SN, gate)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.gated(y_SN, gate)
+    return fast.gated(y_SN, gate)
 
 
 def _combined(y_SN: Tensor, places_S: Tensor | None, experts: Tensor, weights: Tensor, count: int) -> Tensor:
     if not _has_kernels(y_SN):
         return naive.combined(y_SN, places_S, experts, weights, count)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.combined(y_SN, places_S, experts, weights, count)
+    return fast.combined(y_SN, places_S, experts, weights, count)
 
 
 def _is_few(x: Tensor, experts: Tensor, weight: Tensor | PackedExperts) -> bool:
