@@ -24,7 +24,7 @@ def test_states_in_8_bits_cost_nothing_that_shows() -> None:
         }
         with LLM("demo-hybrid", **options) as llm:
             found.append(perplexity(llm))
-            cases = recall.cases(7, 6, 600, lambda text: len(llm.tokenizer.encode(text)), per_context=3)  # noqa: B023
+            cases = recall.cases(7, 6, 600, lambda text: len(llm.tokenizer.encode(text)), per_context=3)
             assert all(recall.grade(llm, cases))
             states = llm.engine.scheduler.metrics.cache.states
             assert states and states.snapshot_hits + states.snapshot_misses > 0
