@@ -220,55 +220,78 @@ struct Inputs {
   u64 q_token, q_head, k_token, k_head, v_token, v_head;  // strides
 };
 
-// Copy 16 rows of keys, chunks of 16 bytes in turn. from: row -> where it is, null where there is none.
-template <class From>
-DEVICE void copy_keys(u32 to, const u16* any, int lane, From from) {
+// Copy 16 rows of CHUNKS times 16 bytes each. from: row -> where it is, null where there is none.
+template <int CHUNKS, int PITCH, class From>
+DEVICE void copy_some_rows(u32 to, const u16* any, int lane, From from) {
 #pragma unroll
-  for (int i = lane; i < BLOCK * TILES; i += 32) {
-    const int row = i / TILES, chunk = i % TILES;
+  for (int i = lane; i < BLOCK * CHUNKS; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
     const u16* p = from(row);
-    copy_16_or_zeros(to + row * KEY_PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+    copy_16_or_zeros(to + row * PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+  }
+}
+
+// The same where all are there, one behind the other.
+template <int CHUNKS, int PITCH>
+DEVICE void copy_rows(u32 to, const u16* from, u64 stride, int lane) {
+  if (32 % CHUNKS) {
+    copy_some_rows<CHUNKS, PITCH>(to, from, lane, [&](int row) { return from + row * stride; });
+    return;
+  }
+  constexpr int ROWS_AT_ONCE = 32 / CHUNKS;
+  to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+  from += lane / CHUNKS * stride + lane % CHUNKS * 8;
+#pragma unroll
+  for (int row = 0; row < BLOCK; row += ROWS_AT_ONCE) {
+    copy_16(to + row * PITCH, from);
+    from += ROWS_AT_ONCE * stride;
   }
 }
 
 DEVICE void copy_block(u32 stage, const Inputs& inputs, const Slots& slots, const Work& work, const Span& span,
                        u64 record, int begin, int lane) {
-  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
-  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
   const u64 at = record * work.heads + work.head;
+#pragma unroll
+  for (int i = lane; i < RECORD / 16; i += 32) {
+    copy_16(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i);
+  }
   if (COLUMN) {
-    const u16* tile = inputs.rows + at * 3 * BLOCK * K;
 #pragma unroll
     for (int x = DELTA ? 0 : 1; x < 3; x++) {
-      copy_keys(stage + x * KEY_TILE, tile, lane, [&](int i) { return tile + (x * BLOCK + i) * K; });
+      copy_rows<TILES, KEY_PITCH>(stage + x * KEY_TILE, inputs.rows + (at * 3 + x) * BLOCK * K, K, lane);
     }
-  } else {
+  }
+  const u16 *q = inputs.q + work.key_head * inputs.q_head, *k = inputs.k + work.key_head * inputs.k_head;
+  const u16* v = inputs.v + work.head * inputs.v_head + work.first_value;
+  // --- blocks of this step's tokens alone
+  if (begin >= span.start && begin + BLOCK <= span.stop) {
+    const u64 row = span.row + begin - span.start;
+    if (!COLUMN) {
+      copy_rows<TILES, KEY_PITCH>(stage, k + row * inputs.k_token, inputs.k_token, lane);
+      copy_rows<TILES, KEY_PITCH>(stage + KEY_TILE, q + row * inputs.q_token, inputs.q_token, lane);
+    }
+    copy_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, v + row * inputs.v_token, inputs.v_token, lane);
+    return;
+  }
+  // --- others
+  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
+  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
+  if (!COLUMN) {
     const u16* stored = inputs.rows + ((u64)work.request * work.key_heads + work.key_head) * BLOCK * K;
-    const u16 *k = inputs.k + work.key_head * inputs.k_head, *q = inputs.q + work.key_head * inputs.q_head;
-    copy_keys(stage, inputs.k, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage, inputs.k, lane, [&](int i) -> const u16* {
       return begin + i < span.start ? stored + i * K : is_new(i) ? k + row_of(i) * inputs.k_token : nullptr;
     });
-    copy_keys(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
       return is_new(i) ? q + row_of(i) * inputs.q_token : nullptr;
     });
   }
-  // --- values, and stored updates in their place: their `fade` is 0
-#pragma unroll
-  for (int i = lane; i < BLOCK * 2 * WARPS; i += 32) {
-    const int row = i / (2 * WARPS), chunk = i % (2 * WARPS);
-    const u16* p = is_new(row)
-                       ? inputs.v + row_of(row) * inputs.v_token + work.head * inputs.v_head + work.first_value
-                   : !SPLIT && begin + row < span.start
-                       ? (const u16*)slots.updates + span.slot * slots.updates_stride +
-                             work.value_at((begin + row) % slots.places)
-                       : nullptr;
-    copy_16_or_zeros(stage + VALUES + row * VALUE_PITCH + 16 * chunk, p ? p + 8 * chunk : inputs.v,
-                     p != nullptr);
-  }
-#pragma unroll
-  for (int i = lane; i < RECORD / 16; i += 32) {
-    copy_16_or_zeros(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i, true);
-  }
+  // Stored updates stand in the place of values: their `fade` is 0.
+  copy_some_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, inputs.v, lane, [&](int i) -> const u16* {
+    if (is_new(i)) return v + row_of(i) * inputs.v_token;
+    if (SPLIT || begin + i >= span.start) return nullptr;
+    return (const u16*)slots.updates + span.slot * slots.updates_stride +
+           work.value_at((begin + i) % slots.places);
+  });
 }
 
 // Store keys and sums of decays of the last block's new tokens, if it is not full.

@@ -156,7 +156,9 @@ def weights_kernel(
 
 
 @triton.jit
-def _store_token(keys_J, keys_JK, kept_J, sums, new_J, k_K, is_first_head, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_token(
+    keys_J, keys_JK, kept_J, sums, new_J, k_K, is_first_head, K: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Store the one new key of a block and its sums: of the programs that have them, one does."""
     if tl.program_id(0) == 0:
         keep_JK = new_J[:, None] & (k_K < K)[None, :]
@@ -183,7 +185,9 @@ def _read_matrix(matrix_VK, x_JK, sums, new_J, COLUMNS: tl.constexpr, FULL: tl.c
 
 
 @triton.jit
-def _add_updates(update_VJ, rest_VJ, out_VJ, weights, beta_J, new_J, stride, DTYPE: tl.constexpr, DELTA: tl.constexpr):
+def _add_updates(
+    update_VJ, rest_VJ, out_VJ, weights, beta_J, new_J, stride, DTYPE: tl.constexpr, DELTA: tl.constexpr
+):
     """Make updates in their order, each read by all tokens from its own on -> updates, outputs.
 
     Args:
@@ -232,7 +236,7 @@ def _advance(matrix_VK, update_VJ, keys_JK, sums, COLUMNS: tl.constexpr, FULL: t
 
 
 @triton.jit(do_not_specialize=["rows", "requests"])
-def recurrence_kernel(
+def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
     q, k, v, beta, sums, weights, codes, scales, keys, updates, kept, slots, starts, cu_seqlens, states_at, settled,
     out, rows, requests, q_stride_T, k_stride_T, v_stride_T, beta_stride_T,
     codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, kept_stride_S,
@@ -295,7 +299,15 @@ def recurrence_kernel(
             rest_VJ = tl.where(start < 0, out_VJ, rest_VJ)
         weights_at = weights + tl.cast(begin, tl.int64) * (H * 2 * BLOCK)
         update_VJ, out_VJ = _add_updates(
-            update_VJ, rest_VJ, out_VJ, weights_at, beta_J, new_J, H * 2 * BLOCK, updates.dtype.element_ty, DELTA
+            update_VJ,
+            rest_VJ,
+            out_VJ,
+            weights_at,
+            beta_J,
+            new_J,
+            H * 2 * BLOCK,
+            updates.dtype.element_ty,
+            DELTA,
         )
         # --- store
         rounded_VJ = update_VJ.to(updates.dtype.element_ty)
@@ -383,14 +395,16 @@ def block_weights(
         delta: Whether updates read others.
 
     Returns:
-        Sums of log decays from a block's begin to each token, float32 [T, X], and weights [N, H, 2, I]: by how much the
-        keys and the queries of a block's tokens I read the update of a place N. Request b has its first at
-        cu_seqlens[b] + 2 b BLOCK, so that its first and last block may both be incomplete. Weights are there for tokens I of the step from the place on.
+        Sums of log decays from a block's begin to each token, float32 [T, X], and weights [N, H, 2, I]: by how much
+        the keys and the queries of a block's tokens I read the update of a place N, for new tokens from the place on.
+        Request b has its first place at cu_seqlens[b] + 2 b BLOCK: both its first and its last block may be incomplete.
     """
     (tokens, key_heads, columns), requests, block = k_TGK.shape, len(batch.slots_B), state_formats.BLOCK
     heads, device = log_decay.shape[1], log_decay.device
     sums_TX = torch.empty(tokens, log_decay[0].numel(), dtype=torch.float32, device=device)
-    weights_NH = torch.empty(tokens + requests * 2 * block, heads, 2, block, dtype=torch.float32, device=device)
+    weights_NH = torch.empty(
+        tokens + requests * 2 * block, heads, 2, block, dtype=torch.float32, device=device
+    )
     pdl = launch_options(gpu_of(device))
     weights_kernel[heads, cdiv(batch.max_length + block - 1, block), requests](
         q_TGK, k_TGK, log_decay, state.keys_SPGK, state.decays, sums_TX, weights_NH, batch.slots_B, batch.starts_B,
