@@ -56,7 +56,7 @@ def gaps(llm: LLM, ids: list[int]) -> dict[str, float]:
     manager.clear()
     answers["in company"], _ = greedy(llm, prompts)
     answers["after a prefix hit"], cached = greedy(llm, prompts)
-    assert cached >= 256, "the longest prompt goes on from a snapshot"
+    assert cached[-1] >= 192, f"the longest prompt goes on from a snapshot: {cached}"
     graphs, runner.graphs = runner.graphs, None
     manager.clear()
     answers["without graphs"], _ = greedy(llm, prompts)

@@ -93,12 +93,11 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one.float().cpu() - other.float().cpu()).norm() / other.float().cpu().norm())
 
 
-def greedy(llm: LLM, prompts: list[list[int]], count: int = 24) -> tuple[list[list[int]], int]:
-    """Answers, and how many tokens of prompts came from the cache."""
+def greedy(llm: LLM, prompts: list[list[int]], count: int = 24) -> tuple[list[list[int]], list[int]]:
+    """Answers, and how many tokens of each prompt came from the cache."""
     outputs = llm.generate(prompts, max_tokens=count, ignore_eos=True, temperature=0, progress=False)
-    return [list(output.completions[0].token_ids) for output in outputs], sum(
-        output.cached_tokens for output in outputs
-    )
+    answers = [list(output.completions[0].token_ids) for output in outputs]
+    return answers, [output.cached_tokens for output in outputs]
 
 
 def worst_gap(llm: LLM, prompts: list[list[int]], answers: list[list[int]]) -> float:
