@@ -110,9 +110,9 @@ def _source(value: Any, index: int) -> fx.Node | None:
     if not isinstance(value, fx.Node) or value.target is not operator.getitem or value.args[1] != index:
         return None
     source = value.args[0]
-    if not isinstance(source, fx.Node) or source.target is not torch.ops.nibble.route.default:
-        return None
-    return source
+    if isinstance(source, fx.Node) and source.target is torch.ops.nibble.route.default:
+        return source
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -1,9 +1,9 @@
-// In the place of kernels/codecs/bits.cuh where a kernel runs on a CPU: C++ compiles it, and each thread of a block is a
-// coroutine.
+// In the place of kernels/codecs/bits.cuh where a kernel runs on a CPU: a C++ compiler translates it, and each thread
+// of a block is a coroutine.
 //
-// A thread runs until it must wait for others: at an operation of its warp, at a barrier. So threads are as far apart as
-// they may be, and who runs next is drawn at random: what needs a wait that is not there, finds old values. Shared memory
-// is filled with NaN before each block.
+// A thread runs until it must wait for others: at an operation of its warp, at a barrier. So threads are as far apart
+// as they may be, and who runs next is drawn at random: what needs a wait that is not there, finds old values. Shared
+// memory is filled with NaN before each block.
 
 #pragma once
 #include <ucontext.h>

@@ -64,10 +64,10 @@ def clear_rows(row_X, keep_X, first, last, step, stride):
 
 
 @triton.jit
-def decode_rows(codes_RX, scale_R):
-    """Return the values of codes; scale_R: of each row, None where there are none."""
+def decode_rows(codes_RX, scale_R, MAX_CODE: tl.constexpr):
+    """Return the values of codes; scale_R: of each row, where the format has scales."""
     x_RX = codes_RX.to(tl.float32)
-    if scale_R is not None:
+    if MAX_CODE > 0:
         x_RX *= scale_R[:, None]
     return x_RX
 
@@ -88,14 +88,27 @@ def to_codes(x, scale, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def encode_rows(x_RX, MAX_CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes of rows, and a scale of each: ones, which nobody needs, where the format has none."""
+    if MAX_CODE > 0:
+        scale_R = row_scale(tl.max(tl.abs(x_RX), 1), MAX_CODE)
+        codes_RX = to_codes(x_RX, scale_R[:, None], DTYPE)
+    else:
+        scale_R = tl.full([x_RX.shape[0]], 1.0, tl.float32)
+        codes_RX = to_codes(x_RX, None, DTYPE)
+    return codes_RX, scale_R
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def halves(x):
-    """Return float32 values as a sum of two in bfloat16."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    """Return float32 values as a sum of two in bfloat16, the first rounded towards zero."""
+    # Not by way of bfloat16 and back, which Triton 3.6 cannot move past other conversions.
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit

@@ -29,10 +29,9 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    row_scale,
+    encode_rows,
     states_of,
     store_rows,
-    to_codes,
     tokens_of,
 )
 from nibble.kernels.recurrence.types import LayerState, StateMetadata
@@ -268,7 +267,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         scales_V = scales + slot * scales_stride_S + head * V + v_V
         scale_V = tl.load(scales_V, mask=v_V < stored_rows, other=0.0)
     codes_loaded_VK = tl.load(codes_VK, mask=keep_VK & (v_V < stored_rows)[:, None], other=0.0)
-    matrix_VK = decode_rows(codes_loaded_VK, scale_V)
+    matrix_VK = decode_rows(codes_loaded_VK, scale_V, MAX_CODE)
     keys, updates = keys + slot * keys_stride_S + key_head * K, updates + slot * updates_stride_S
     WIDTH: tl.constexpr = K if COLUMNS else 1
     decays, sums = decays + slot * decays_stride_S + head * WIDTH, sums + head * WIDTH
@@ -325,16 +324,12 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         # --- bring the matrix forward, and round it
         if (stop < end) | (stop <= final):
             matrix_VK = _advance(matrix_VK, rounded_VJ, keys_JK, fade, COLUMNS, FULL)
-            scale_V, scale_V1 = None, None
-            if MAX_CODE > 0:
-                scale_V = row_scale(tl.max(tl.abs(matrix_VK), 1), MAX_CODE)
-                scale_V1 = scale_V[:, None]
-            rounded_VK = to_codes(matrix_VK, scale_V1, codes.dtype.element_ty)
+            rounded_VK, new_scale_V = encode_rows(matrix_VK, MAX_CODE, codes.dtype.element_ty)
             if stop == final:
                 tl.store(codes_VK, rounded_VK, mask=keep_VK)
                 if MAX_CODE > 0:
-                    tl.store(scales_V, scale_V, mask=keep_V)
-            matrix_VK = decode_rows(rounded_VK, scale_V)
+                    tl.store(scales_V, new_scale_V, mask=keep_V)
+            matrix_VK = decode_rows(rounded_VK, new_scale_V, MAX_CODE)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
