@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nibble import LLM
 from nibble.models.hub import quiet
+from tiny import set_generation_config
 
 VOCAB = 2048
 _BASE: dict[str, Any] = {
@@ -78,6 +79,7 @@ def save_hybrid(folder: Path, family: str, device: str, tokens: int = 300) -> Un
             weight.data.mul_(2.0)
     ids = torch.randint(1, VOCAB, (tokens,)).tolist()
     model.save_pretrained(folder)
+    set_generation_config(folder, temperature=0.0)
     own, exact = (_logits(model.to(dtype), ids) for dtype in (torch.bfloat16, torch.float32))
     return Unmodified(ids, exact, distance(own, exact))
 
