@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import engine_load as load
