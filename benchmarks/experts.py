@@ -507,8 +507,17 @@ def main() -> None:
                         parts, *_ = microseconds(made, x)
                 ours, last, found = microseconds(made, x)
                 error = error_of(found, own_output(made[-1], last))
-                rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{parts:.1f}" if parts else "-", f"{ours:.1f}",
-                             f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
+                times = (f"{time:.1f}" if time else "-" for time in (need, theirs, parts, ours))
+                row = (
+                    name,
+                    format,
+                    tokens,
+                    *times,
+                    f"{ours / need:.2f}",
+                    AIMS.get(tokens, "-"),
+                    f"{error:.1e}",
+                )
+                rows.append(row)
                 print(*rows[-1], flush=True)
                 if not error <= WORST:
                     raise SystemExit(

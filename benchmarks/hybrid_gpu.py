@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import engine_load as load
@@ -103,7 +104,7 @@ def measure(made: Served, options: argparse.Namespace, copy: float, states: str)
         print(f"{states} states, prompts of {length}: {rate:.0f} tokens/s", flush=True)
         if options.kernels:
             prompt = load.random_prompt(length, made.llm.engine.vocab_size, 7)
-            run = lambda: made.llm.generate([prompt], max_tokens=1, temperature=0, progress=False)  # noqa: E731
+            run = partial(made.llm.generate, [prompt], max_tokens=1, temperature=0, progress=False)
             print(step_kernels.table(step_kernels.kernel_times(run), 1, 24), flush=True)
     return found
 
@@ -122,9 +123,8 @@ def main() -> None:
         ) as made:  # fmt: skip
             print(f"{states} states: {made.llm.engine.startup.summary}", flush=True)
             bound = EXACT if options.scheme == "bf16" and states == "fp32" else QUANTISED
-            print(
-                "off by %.1e, at most %.2f below" % load.gate(made.llm, made.prompt, made.expected_TV, bound)
-            )
+            off, below = load.gate(made.llm, made.prompt, made.expected_TV, bound)
+            print(f"off by {off:.1e}, at most {below:.2f} below")
             rows += measure(made, options, copy, states)
         torch.compiler.reset()
     head = ("states", "requests", "GB", "at copy bandwidth, ms", "a step, ms", "times the bytes", "floor")

@@ -93,9 +93,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next, 8 layers": ("qwen3_next", {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     }),
     "tiny hybrid": ("qwen3_next", {

@@ -84,8 +84,8 @@ class ReplaceOperators(CustomGraphPass):
 
 def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
     """Make one operator of a layer of experts and its router, if it has one that kernels compute."""
-    x, chosen, weights, *matrices = layer.args
-    route = _source(chosen, 2)
+    x, choices, weights, *matrices = layer.args
+    route = _source(choices, 2)
     if route is None or route is not _source(weights, 1):
         return
     # It comes in the router's place, where all that it is given must be there.

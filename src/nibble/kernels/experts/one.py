@@ -213,9 +213,9 @@ def layer(
         shape_of(x, top_k, up, down, gate, routes=router is not None),
         gpu_of(x.device),
     )
-    found = _state(shape, up.codes)
-    assert found
-    state, values = found
+    launch_state = _state(shape, up.codes)
+    assert launch_state
+    state, values = launch_state
     if x.stride(1) != 1 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(x)

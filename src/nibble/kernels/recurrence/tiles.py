@@ -140,7 +140,7 @@ def add_product(sum, a, b, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def store_kernel(
-    rows, kept, slots, starts, cu_seqlens, settled, columns, row_stride, kept_stride_S,
+    rows, stored, slots, starts, cu_seqlens, settled, columns, row_stride, stored_stride_S,
     P: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store what later steps read of the newest tokens, each at its place. Grid: tiles of X, tokens, requests.
@@ -155,24 +155,24 @@ def store_kernel(
         x = tl.program_id(0) * X + tl.arange(0, X)
         row = (first + position - start).to(tl.int64)
         value_X = tl.load(rows + row * row_stride + x, mask=x < columns, other=0.0)
-        kept_X = kept + slot * kept_stride_S + position % P * columns + x
-        tl.store(kept_X, value_X.to(kept.dtype.element_ty), mask=x < columns)
+        stored_X = stored + slot * stored_stride_S + position % P * columns + x
+        tl.store(stored_X, value_X.to(stored.dtype.element_ty), mask=x < columns)
 
 
-def store_rows(rows_TX: Tensor, kept_SPX: Tensor, batch: StateMetadata) -> None:
+def store_rows(rows_TX: Tensor, stored_SPX: Tensor, batch: StateMetadata) -> None:
     """Store rows of the step that later steps read, when nobody reads older ones any more.
 
     Args:
         rows_TX: In contiguous rows.
-        kept_SPX: Where they are kept, by position.
+        stored_SPX: Where they are kept, by position.
         batch: The requests.
     """
-    places, columns = kept_SPX.shape[1], kept_SPX[0, 0].numel()
+    places, columns = stored_SPX.shape[1], stored_SPX[0, 0].numel()
     width = min(ROW_VALUES, next_power_of_2(columns))
-    pdl = launch_options(gpu_of(kept_SPX.device))
+    pdl = launch_options(gpu_of(stored_SPX.device))
     store_kernel[cdiv(columns, width), min(places, batch.max_length), len(batch.slots_B)](
-        rows_TX, kept_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
-        rows_TX.stride(0), kept_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
+        rows_TX, stored_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
+        rows_TX.stride(0), stored_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
     )  # fmt: skip
 
 
