@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nibble.kernels import recurrence as kernels
 from nibble.kernels.recurrence import LayerState, StateBatch
+from nibble.kernels.recurrence.types import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class RecurrentStates:
 
     layers: Mapping[int, LayerState]
     """By layer."""
-    batch: StateBatch
+    batch: StateBatch | StateMetadata
+    """The step's requests, as the definition reads them, or on the device."""
 
 
 def conv(
@@ -96,4 +98,8 @@ def selective(
 
 def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch]:
     assert states is not None, "whoever runs a model with recurrent layers gives the step their states"
-    return states.layers[layer], states.batch
+    batch = states.batch
+    # What computes on a CPU reads numbers, and waits for nothing.
+    if isinstance(batch, StateMetadata) and batch.slots_B.device.type == "cpu":
+        batch = batch.on_host()
+    return states.layers[layer], batch

@@ -273,9 +273,8 @@ def _state_slots(engine_plan: EnginePlan) -> StateSlots | None:
     states, page_size = engine_plan.budget.states, engine_plan.plan.page_size
     if states is None:
         return None
-    # One lease more: that of the start-up test.
     interval = cdiv(engine_plan.config.state_interval, page_size)
-    return StateSlots(states.slots + 1, states.requests + 1, interval)
+    return StateSlots(states.slots + SPARE_SLOTS, states.requests + SPARE_SLOTS, interval)
 
 
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
@@ -320,8 +319,7 @@ def _engine(
     )
     empty_page = exact.empty_page if exact else None
     tables = PageTables(
-        config.max_running + 1, budget.table_width, hardware.device, empty_page,
-        states.num_slots - 1 if states else None,
+        config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
     run = _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size

@@ -33,8 +33,7 @@ from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
 from nibble.kernels import cdiv
-from nibble.kernels.recurrence import StateBatch
-from nibble.kernels.state_formats import BLOCK
+from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -229,6 +228,7 @@ class ModelRunner:
             _unkept(scheduled, self.plan.page_size) if self.exact else [],
         )
         skipped = packed.add(unwritten), packed.add(unkept)
+        state_rows = _StateRows(scheduled, packed) if self.states else None
         # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
         groups = [
             _PhaseGroup(tuple(pairs), packed)
@@ -243,12 +243,7 @@ class ModelRunner:
         count = len(token_ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
         self._sampled_rows_S = sampled_rows_S
-        states = self._recurrent_states(
-            [item.request.lease.state_slot for item in scheduled],
-            [item.start for item in scheduled],
-            [item.num_tokens for item in scheduled],
-        )
-        context = self._context(meta, probe, states)
+        context = self._context(meta, probe, state_rows.metadata(sent) if state_rows else None)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
         return logits[: len(logit_rows)]
 
@@ -325,7 +320,7 @@ class ModelRunner:
         if places.start < places.stop:
             self.tables.apply(sent[places], sent[pages].int())
         if self.tables.slots_R is not None and slots.start < slots.stop:
-            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots])
+            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots].int())
         if self.tables.exact and exact_updates:
             self.tables.exact.apply(sent, exact_updates)
         if self.tier and tier_updates:
@@ -336,7 +331,7 @@ class ModelRunner:
         self,
         meta: AttentionMetadata,
         probe: AttentionObserver | None = None,
-        states: RecurrentStates | None = None,
+        state_batch: StateMetadata | None = None,
     ) -> StepContext:
         return StepContext(
             self.plan,
@@ -346,7 +341,7 @@ class ModelRunner:
             self.tier,
             observer=probe,
             exact=self.exact,
-            recurrent=states,
+            recurrent=RecurrentStates(self.states.layers, state_batch) if self.states and state_batch else None,
         )
 
     # Recurrent states
@@ -357,17 +352,6 @@ class ModelRunner:
         states.copy([pair for lease in leases for pair in lease.state_copies])
         for lease in leases:
             lease.state_copies = []
-
-    def _recurrent_states(
-        self, slots: Sequence[int | None], starts: Sequence[int], lengths: Sequence[int]
-    ) -> RecurrentStates | None:
-        """Return the recurrent states of a step, where layers have any; lengths: of tokens that nobody takes back."""
-        if self.states is None:
-            return None
-        states_at = tuple(start // BLOCK * BLOCK for start in starts)
-        own_slots = tuple(slot for slot in slots if slot is not None)
-        batch = StateBatch(own_slots, tuple(starts), tuple(lengths), states_at, tuple(lengths))
-        return RecurrentStates(self.states.layers, batch)
 
     # Steps of decodes alone
 
@@ -429,17 +413,14 @@ class ModelRunner:
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
-        states = self._states_of_rows(rows_B, positions_B) if self.states else None
-        ctx = self._context(self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B), probe, states)
+        state_batch = None
+        if tables.slots_R is not None:
+            slots_B = torch.where(positions_B < 0, -1, tables.slots_R.index_select(0, rows_B))
+            state_batch = StateMetadata(slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1)
+        meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
+        ctx = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
         graphs.store_logits(logits)
-
-    def _states_of_rows(self, rows_B: Tensor, positions_B: Tensor) -> RecurrentStates | None:
-        """Return the recurrent states of a step of decodes; on a CPU, which reads positions at once."""
-        assert self.tables.slots_R is not None
-        count = int((positions_B >= 0).sum())  # padding comes last
-        slots, starts = self.tables.slots_R[rows_B[:count]].tolist(), positions_B[:count].tolist()
-        return self._recurrent_states(slots, starts, [1] * count)
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
@@ -460,6 +441,30 @@ class _PhaseGroup:
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
         self.rows = packed.add(row for _, row in pairs)
+
+
+class _StateRows:
+    """Where the numbers of a step's recurrent states lie in the packed integers."""
+
+    def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
+        lengths = [item.num_tokens for item in scheduled]
+        self._max_length = max(lengths)
+        self._slots = packed.add(_state_slot(item) for item in scheduled)
+        self._starts = packed.add(item.start for item in scheduled)
+        self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
+
+    def metadata(self, sent: Tensor) -> StateMetadata:
+        """Return the same on the device."""
+        slots_B, starts_B, cu_seqlens_B1 = (
+            sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
+        )
+        return StateMetadata(slots_B, starts_B, cu_seqlens_B1, self._max_length)
+
+
+def _state_slot(item: ScheduledRequest) -> int:
+    slot = item.request.lease.state_slot
+    assert slot is not None, "a lease has a slot of recurrent states from its first step on"
+    return slot
 
 
 def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:

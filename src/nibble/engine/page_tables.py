@@ -42,7 +42,7 @@ class PageTables:
         width: most pages of a lease.
         device: where the tables lie.
         empty_page: with an exact window, the exact page that stands for one that is not kept.
-        empty_slot: with recurrent states, the slot of padding.
+        has_states: whether leases have slots of recurrent states.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PageTables:
         width: int,
         device: torch.device | str,
         empty_page: int | None = None,
-        empty_slot: int | None = None,
+        has_states: bool = False,
     ) -> None:
         self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         """Page ids. A step sends only those that are new."""
@@ -70,9 +70,9 @@ class PageTables:
         if empty_page is not None:
             self.exact = ExactTable(self.table_RN, empty_page)
         self.slots_R: Tensor | None = None
-        """int64 slots of recurrent states, where there are any."""
-        if empty_slot is not None:
-            self.slots_R = torch.full((rows + 1,), empty_slot, dtype=torch.int64, device=device)
+        """int32 slots of recurrent states, where there are any; -1 in the row of padding."""
+        if has_states:
+            self.slots_R = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
         self._slots: dict[int, int] = {}
         """What the device knows of them by row."""
         self._new_slots: dict[int, int] = {}

@@ -39,6 +39,7 @@ from nibble.models.dsa import lower_topk
 from nibble.models.experts import has_packed_experts
 from nibble.models.forward import plain
 from nibble.models.hub import first_line, quiet
+from nibble.models.recurrent import own_forwards
 
 TOKENS = 16
 """Tokens of the comparison, more than dsa.TOP_K, which sparse attention selects in it."""
@@ -208,7 +209,7 @@ def _own_code(model: Any) -> Iterator[None]:
     attention = model.config._attn_implementation
     model.eval()
     try:
-        with quiet(), lower_topk(model), _few_experts(model):
+        with quiet(), lower_topk(model), _few_experts(model), _replace_forwards(own_forwards(model)):
             model.set_attn_implementation("eager")
             for config in configs:
                 config._experts_implementation = "eager"
@@ -290,7 +291,7 @@ def _record(
         layer.register_forward_pre_hook(partial(give, name), with_kwargs=True) for name, layer in compared[1:]
     ]
     try:
-        with _replace_forward(skipped, lambda *args, **kwargs: latest):
+        with _replace_forwards(dict.fromkeys(skipped, lambda *args, **kwargs: latest)):
             run()
         raise ConfigError(f"the model cannot be served: its forward pass does not reach {names[-1]}")
     except _Stop:
@@ -302,16 +303,16 @@ def _record(
 
 
 @contextmanager
-def _replace_forward(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `forward` compute some modules, in the body."""
+def _replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let other functions compute some modules, in the body."""
     # Only what a module has of its own: another library may have replaced its method already.
-    before = [vars(module).get("forward") for module in modules]
+    before = [(module, vars(module).get("forward")) for module in forwards]
     try:
-        for module in modules:
+        for module, forward in forwards.items():
             module.forward = forward
         yield
     finally:
-        for module, earlier in zip(modules, before, strict=True):
+        for module, earlier in before:
             del module.forward
             if earlier is not None:
                 module.forward = earlier

@@ -19,7 +19,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -161,6 +161,20 @@ def recurrent_modules(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any
             yield module, _lightning_forward, (_LIGHTNING,)
         elif (own := _own_forward(_forward_of(module))) is not None:
             yield module, *own
+
+
+def own_forwards(model: Any) -> dict[nn.Module, Callable[..., Any]]:
+    """Return the forward() of each recurrent module as its family wrote it, in torch alone.
+
+    Where flash-linear-attention, causal-conv1d or mamba-ssm are installed, families call their kernels instead, which
+    are compiled at the first call and round in an order of their own.
+    """
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for module, own, names in recurrent_modules(model):
+        functions = {name: inspect.unwrap(own.__globals__[name]) for name in names if name != _LIGHTNING}
+        if functions:
+            forwards[module] = partial(own, module, **functions)
+    return forwards
 
 
 def _forward_of(module: Any) -> Any:

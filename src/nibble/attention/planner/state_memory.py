@@ -16,8 +16,8 @@ STATE_SHARE = 0.4
 """Largest part of the cache's memory that the states of running requests take."""
 SNAPSHOT_SHARE = 0.15
 """Part of the cache's memory for snapshots of prefixes."""
-SPARE_SLOTS = 2
-"""Slots that are no request's: of the start-up test, and of rows that pad a recorded step."""
+SPARE_SLOTS = 1
+"""Slots that are no request's: of prompts at the start, and of texts that are scored."""
 
 
 @dataclass(frozen=True, slots=True)
