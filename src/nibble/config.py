@@ -23,6 +23,8 @@ STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
 """How recurrent states are kept; kernels/state_formats.py has them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
+MAX_DRAFTS = 15
+"""Most draft tokens of a request in a step: with the token before them, as many as a recurrent state has in a block."""
 MAX_WINDOW = 4096
 """Most tokens of an exact window."""
 MAX_SINKS = 1024
@@ -169,6 +171,15 @@ class Config:
         "Keep the cache of sparse attention (DSA) in host memory, and hot tokens on the device, once that is full: on, "
         "or settings as buffer=4096,host_memory=64GiB,host_format=FORMAT; off if left out.",
     )
+    speculative: str = option(
+        "",
+        "Draft tokens that one step then verifies, for the same answers sooner: lookup (of what prompt and answer have "
+        "said before; no model), or draft:PATH (a smaller model with the same tokenizer); none if left out "
+        "(docs/speculative.md).",
+    )
+    speculative_tokens: str = option(
+        "auto", "Most draft tokens of a request and step, or auto: by how many were accepted, down to none."
+    )
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
     compile: bool = option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
     compile_cache: bool = option(
@@ -207,12 +218,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
-            if isinstance(getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        # Callers from Python give bytes as a number.
-        if _is("int", self.kv_memory):
-            object.__setattr__(self, "kv_memory", str(self.kv_memory))
+        self._to_text()
         for option in fields(self):
             annotation, value = str(option.type), getattr(self, option.name)
             if not _fits(annotation, value):
@@ -236,8 +242,18 @@ class Config:
             raise ConfigError(
                 f"gpu_memory_utilization is a share of the memory, above 0 and up to 1, not {share}"
             )
-        _ = self.kv_memory_bytes, self.offload, self.quality  # all raise where the text is malformed
+        # All raise where the text is malformed.
+        _ = self.kv_memory_bytes, self.offload, self.quality, self.drafts
         self._check_watch()
+
+    def _to_text(self) -> None:
+        """Store paths, and numbers of bytes and tokens, as text: callers from Python give those."""
+        for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        for name in ("kv_memory", "speculative_tokens"):
+            if _is("int", getattr(self, name)):
+                object.__setattr__(self, name, str(getattr(self, name)))
 
     def _check_names(self) -> None:
         choices = (
@@ -277,6 +293,11 @@ class Config:
             self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=0,
             kv_sinks=0,
         )  # fmt: skip
+
+    @property
+    def drafts(self) -> SpeculativeSpec | None:
+        """Who drafts tokens, if anybody does."""
+        return SpeculativeSpec.parse(self.speculative, self.speculative_tokens)
 
     @property
     def quality(self) -> Mapping[str, float]:
@@ -401,6 +422,34 @@ class OffloadSpec:
             host_memory=parse_bytes(host_memory) if host_memory else None,
             host_format=settings.get("host_format"),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSpec:
+    """What `speculative` and `speculative_tokens` say."""
+
+    drafter: str
+    """Its name; engine/drafters has them."""
+    path: str = ""
+    """Of its checkpoint, where it has one."""
+    tokens: int | None = None
+    """Most draft tokens of a request and step; None: the drafter's own limit, and fewer where they are rejected."""
+
+    @classmethod
+    def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
+        """Parse `lookup` or `draft:PATH`, and `auto` or a number; None for the empty text. Raise ConfigError."""
+        if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFTS):
+            raise ConfigError(
+                f"speculative_tokens must be auto, or a number from 1 to {MAX_DRAFTS}, not {tokens!r}"
+            )
+        if text in {"", "off", "none"}:
+            if tokens != "auto":
+                raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
+            return None
+        name, colon, path = text.partition(":")
+        if colon and not path:
+            raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
+        return cls(drafter=name, path=path, tokens=None if tokens == "auto" else int(tokens))
 
 
 QUALITY = {"kl": math.inf, "kl_p99": math.inf, "ppl": math.inf, "top1": 1.0, "recall": 1.0}

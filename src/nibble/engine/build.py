@@ -39,6 +39,7 @@ from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
@@ -55,6 +56,7 @@ from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
 from nibble.models.quantization import Handling, require_readable
 from nibble.models.refusals import load_config
+from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter
 
 CHUNK = 512
@@ -264,7 +266,7 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
         return None
     return StatePool(
         engine_plan.plan.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
-        poison=poison,
+        max_drafts=CacheSpec.from_config(engine_plan.config).max_drafts, poison=poison,
     )  # fmt: skip
 
 
@@ -304,7 +306,7 @@ def _engine(
     if budget.exact:
         window = ExactWindow(
             plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
-            num_sinks=plan.sinks // plan.page_size,
+            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
         )  # fmt: skip
     manager = CacheManager(
         pool.pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
@@ -335,6 +337,7 @@ def _engine(
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
         overlap=not hardware.is_cpu,
+        speculation=speculation(engine_plan),
     )
 
 

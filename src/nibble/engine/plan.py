@@ -15,6 +15,7 @@ from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
+from nibble.engine import speculation_plan
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
@@ -140,7 +141,11 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
-    preface = (source_note, formats_note, *weight_notes, state_note(model_spec, hardware))
+    speculation_plan.check(config, model_spec, hardware)
+    preface = (
+        source_note, formats_note, *weight_notes, state_note(model_spec, hardware),
+        speculation_plan.note(config, hardware),
+    )  # fmt: skip
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(
         config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice

@@ -40,6 +40,9 @@ GRAPH_BYTES = 16 << 20
 """What a recorded decode step takes beside its buffers."""
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 """Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
+CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
+"""Most tokens of a step that has drafts. A step of few tokens takes as long as its weights take to be read, and one of
+more takes longer with each: on two cores the model `demo` needs 1.3 times as long for 16 tokens as for one."""
 ERROR_MONITOR_BYTES = 256 << 20
 """What the error monitor takes on a GPU: reference rows (engine/error_monitor.py), and float32 copies of one layer's
 while they are compared."""
@@ -152,6 +155,16 @@ class StepMemory:
         return min(self.spec.max_running, self.step_tokens)
 
     @cached_property
+    def verify_tokens(self) -> int:
+        """Most tokens of a step that has drafts."""
+        return min(CPU_VERIFY_TOKENS if self.device.is_cpu else GPU_VERIFY_TOKENS, self.step_tokens)
+
+    @property
+    def max_sampled(self) -> int:
+        """Most tokens that one step samples."""
+        return max(self.max_decodes, self.verify_tokens) if self.spec.max_drafts else self.max_decodes
+
+    @cached_property
     def context(self) -> int:
         """Tokens of the longest request."""
         return min(self.spec.max_context or self.model.max_context, self.model.max_context)
@@ -170,7 +183,7 @@ class StepMemory:
     def activation_bytes(self) -> int:
         """What one step computes: ACTIVATION_WIDTHS hidden sizes a token, and float32 logits of sampled rows."""
         hidden = self.step_tokens * self.model.hidden_size * self.value_bytes * ACTIVATION_WIDTHS
-        return hidden + self.max_decodes * self.model.vocab_size * 4 * LOGIT_COPIES
+        return hidden + self.max_sampled * self.model.vocab_size * 4 * LOGIT_COPIES
 
     @property
     def free_for_pages(self) -> int:
@@ -516,7 +529,7 @@ class MemoryPlanner:
     def least_bytes(self) -> int:
         """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
         pages = self.request_pages * self.cache_plan.layout.bytes_per_page
-        pages += window_memory.least_bytes(self.cache_plan) + self.least_state_bytes
+        pages += window_memory.least_bytes(self.cache_plan, self.spec) + self.least_state_bytes
         # A CPU gives a part of its memory to pages.
         share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
         return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)
@@ -559,7 +572,9 @@ class MemoryPlanner:
         # Of what is asked for, snapshots of prefixes get their share.
         share = window_memory.SNAPSHOT_SHARE if self.cache_plan.window and self.spec.prefix_cache else 0.0
         share += state_memory.SNAPSHOT_SHARE if self.model.states and self.spec.prefix_cache else 0.0
-        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(self.cache_plan)
+        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(
+            self.cache_plan, self.spec
+        )
         least += self.least_state_bytes
         mib = cdiv(int(least / (1 - share)), 1 << 20)
         raise CapacityError(

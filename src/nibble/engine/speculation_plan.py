@@ -1,0 +1,81 @@
+"""What is decided of drafts before weights load: who drafts, how many tokens, and what cannot be combined yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nibble.attention.planner.memory import CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS
+from nibble.config import Config, SpeculativeSpec
+from nibble.engine import drafters
+from nibble.engine.drafters.base import DrafterInfo
+from nibble.errors import ConfigError
+from nibble.hardware import Hardware
+from nibble.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from nibble.engine.plan import EnginePlan
+    from nibble.engine.speculative import Speculation
+
+GPU_TOKENS = 7
+"""Most draft tokens on a GPU where the user names no number: with the token before them, as many as kernels verify in
+one reading of the cache."""
+
+
+def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
+    """Raise ConfigError where drafts cannot be had with the rest of the config."""
+    spec = config.drafts
+    if spec is None:
+        return
+    info = drafters.get(spec.drafter)
+    if info.takes_path != bool(spec.path):
+        form = f"{info.name}:PATH" if info.takes_path else info.name
+        raise ConfigError(f"--speculative {config.speculative}: write it as {form}")
+    if config.offload:
+        raise ConfigError(
+            "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "
+            "leave one of them out"
+        )
+    if config.deterministic and not hardware.is_cpu:
+        raise ConfigError(
+            "--speculative and --deterministic cannot be combined on a GPU: a step that verifies drafts computes in "
+            "another order than one that decodes; leave one of them out"
+        )
+    if model_spec.states and not hardware.is_cpu:
+        raise ConfigError(
+            f"{model_spec.family} has layers that keep a recurrent state, and drafts over those are computed on CPUs "
+            "only: leave --speculative out, or --device cpu"
+        )
+
+
+def max_tokens(spec: SpeculativeSpec, info: DrafterInfo, hardware: Hardware) -> int:
+    """Return the most draft tokens of a request and step."""
+    return spec.tokens or min(info.max_tokens, info.max_tokens if hardware.is_cpu else GPU_TOKENS)
+
+
+def note(config: Config, hardware: Hardware) -> str:
+    """Return what drafts there are, for the plan's notes; empty where nobody drafts."""
+    spec = config.drafts
+    if spec is None:
+        return ""
+    most = max_tokens(spec, drafters.get(spec.drafter), hardware)
+    how = "by what was accepted, down to none" if spec.tokens is None else "in every step"
+    return f"drafts by {spec.drafter}: up to {most} tokens of a request and step, {how}"
+
+
+def speculation(engine_plan: EnginePlan) -> Speculation | None:
+    """Return who drafts in an engine, if anybody does."""
+    from nibble.engine.speculative import Speculation
+
+    config, hardware = engine_plan.config, engine_plan.hardware
+    spec = config.drafts
+    if spec is None:
+        return None
+    info = drafters.get(spec.drafter)
+    return Speculation(
+        name=info.name,
+        drafter=drafters.create(info),
+        max_tokens=max_tokens(spec, info, hardware),
+        adapts=spec.tokens is None,
+        step_tokens=CPU_VERIFY_TOKENS if hardware.is_cpu else GPU_VERIFY_TOKENS,
+        vocab_size=engine_plan.model_spec.vocab_size,
+    )
