@@ -12,19 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from nibble.drafts import SpeculativeSpec
 from nibble.errors import ConfigError, RequestError, unknown
 
 BUNDLED = ("demo", "demo-mla")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
-ACTIVATIONS = ("auto", "bf16", "fp8")
+QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
 STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
 """How recurrent states are kept; kernels/state_formats.py has them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
-MAX_DRAFTS = 15
-"""Most draft tokens of a request in a step: with the token before them, as many as a recurrent state has in a block."""
 MAX_WINDOW = 4096
 """Most tokens of an exact window."""
 MAX_SINKS = 1024
@@ -173,13 +171,10 @@ class Config:
     )
     speculative: str = option(
         "",
-        "Draft tokens that one step then verifies, for the same answers sooner: lookup (of what prompt and answer have "
-        "said before; no model), or draft:PATH (a smaller model with the same tokenizer); none if left out "
-        "(docs/speculative.md).",
+        "Draft tokens that a step verifies, for the same answers sooner: lookup (what followed the last tokens "
+        "before), or draft:PATH (a smaller model of the same tokenizer); none if left out.",
     )
-    speculative_tokens: str = option(
-        "auto", "Most draft tokens of a request and step, or auto: by how many were accepted, down to none."
-    )
+    speculative_tokens: str = option("auto", "Most drafts of a request and step; auto: by what was accepted.")
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
     compile: bool = option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
     compile_cache: bool = option(
@@ -230,7 +225,7 @@ class Config:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.state_interval < 0:
-            raise ConfigError(f"state_interval must be a number of tokens, or 0, not {self.state_interval}")
+            raise ConfigError(f"state_interval must be a number of tokens or 0, not {self.state_interval}")
         if self.kv_window is not None and not 0 <= self.kv_window <= MAX_WINDOW:
             raise ConfigError(f"kv_window must lie in [0, {MAX_WINDOW}], not {self.kv_window}")
         if not 0 <= self.kv_sinks <= MAX_SINKS:
@@ -242,15 +237,14 @@ class Config:
             raise ConfigError(
                 f"gpu_memory_utilization is a share of the memory, above 0 and up to 1, not {share}"
             )
-        # All raise where the text is malformed.
-        _ = self.kv_memory_bytes, self.offload, self.quality, self.drafts
+        _ = self.kv_memory_bytes, self.offload, self.quality, self.drafts  # raise where the text is malformed
         self._check_watch()
 
     def _to_text(self) -> None:
-        """Store paths, and numbers of bytes and tokens, as text: callers from Python give those."""
         for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        # Callers from Python give bytes and tokens as numbers.
         for name in ("kv_memory", "speculative_tokens"):
             if _is("int", getattr(self, name)):
                 object.__setattr__(self, name, str(getattr(self, name)))
@@ -296,7 +290,7 @@ class Config:
 
     @property
     def drafts(self) -> SpeculativeSpec | None:
-        """Who drafts tokens, if anybody does."""
+        """Who drafts, if anybody does."""
         return SpeculativeSpec.parse(self.speculative, self.speculative_tokens)
 
     @property
@@ -422,34 +416,6 @@ class OffloadSpec:
             host_memory=parse_bytes(host_memory) if host_memory else None,
             host_format=settings.get("host_format"),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeSpec:
-    """What `speculative` and `speculative_tokens` say."""
-
-    drafter: str
-    """Its name; engine/drafters has them."""
-    path: str = ""
-    """Of its checkpoint, where it has one."""
-    tokens: int | None = None
-    """Most draft tokens of a request and step; None: the drafter's own limit, and fewer where they are rejected."""
-
-    @classmethod
-    def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
-        """Parse `lookup` or `draft:PATH`, and `auto` or a number; None for the empty text. Raise ConfigError."""
-        if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFTS):
-            raise ConfigError(
-                f"speculative_tokens must be auto, or a number from 1 to {MAX_DRAFTS}, not {tokens!r}"
-            )
-        if text in {"", "off", "none"}:
-            if tokens != "auto":
-                raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
-            return None
-        name, colon, path = text.partition(":")
-        if colon and not path:
-            raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
-        return cls(drafter=name, path=path, tokens=None if tokens == "auto" else int(tokens))
 
 
 QUALITY = {"kl": math.inf, "kl_p99": math.inf, "ppl": math.inf, "top1": 1.0, "recall": 1.0}

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from nibble.config import MAX_DRAFTS, MAX_WINDOW, Config, OffloadSpec
+from nibble.config import MAX_WINDOW, Config, OffloadSpec
+from nibble.drafts import MAX_DRAFTS
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file

@@ -20,7 +20,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.cache.states import StateBooks, StateSlots, StateStats
-from nibble.config import MAX_DRAFTS
+from nibble.drafts import MAX_DRAFTS
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
 

@@ -162,7 +162,7 @@ BackendsOption = Annotated[
 Times = dict[str, tuple[Timing, ...]]
 IDLE = (
     "kv_scales", "threads", "prefix_cache", "compile", "compile_cache", "watch_fidelity", "fidelity_alert",
-    "require_quality", "chat_template", "generation_config",
+    "require_quality", "chat_template", "generation_config", "speculative", "speculative_tokens",
 )  # fmt: skip
 """Fields of Config that change no time of a backend."""
 CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")

@@ -337,7 +337,7 @@ def _engine(
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
         overlap=not hardware.is_cpu,
-        speculation=speculation(engine_plan),
+        speculation=speculation(config, hardware, vocab_size),
     )
 
 

@@ -133,19 +133,15 @@ def plan_cache(
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
     stored = weights.stored if weights else None
     choice, why = activations.decide(config.activations, stored, _unpacked(weights), hardware)
-    weight_notes: list[str] = []
-    if weights:
-        weight_notes += _weight_notes(weights, dtype, hardware, here)
-        if weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
-            weight_notes += activations.notes(choice, why, weights.stored)
+    weight_notes = list(_weight_notes(weights, dtype, hardware, here)) if weights else []
+    if weights and weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
+        weight_notes += activations.notes(choice, why, weights.stored)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     speculation_plan.check(config, model_spec, hardware)
-    preface = (
-        source_note, formats_note, *weight_notes, state_note(model_spec, hardware),
-        speculation_plan.note(config, hardware),
-    )  # fmt: skip
+    drafts_note = speculation_plan.note(config, hardware)
+    preface = (source_note, formats_note, *weight_notes, state_note(model_spec, hardware), drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(
         config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nibble.attention.planner.memory import CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS
-from nibble.config import Config, SpeculativeSpec
+from nibble.config import Config
+from nibble.drafts import SpeculativeSpec
 from nibble.engine import drafters
 from nibble.engine.drafters.base import DrafterInfo
 from nibble.errors import ConfigError
@@ -13,7 +14,6 @@ from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from nibble.engine.plan import EnginePlan
     from nibble.engine.speculative import Speculation
 
 GPU_TOKENS = 7
@@ -62,11 +62,10 @@ def note(config: Config, hardware: Hardware) -> str:
     return f"drafts by {spec.drafter}: up to {most} tokens of a request and step, {how}"
 
 
-def speculation(engine_plan: EnginePlan) -> Speculation | None:
+def speculation(config: Config, hardware: Hardware, vocab_size: int) -> Speculation | None:
     """Return who drafts in an engine, if anybody does."""
     from nibble.engine.speculative import Speculation
 
-    config, hardware = engine_plan.config, engine_plan.hardware
     spec = config.drafts
     if spec is None:
         return None
@@ -77,5 +76,5 @@ def speculation(engine_plan: EnginePlan) -> Speculation | None:
         max_tokens=max_tokens(spec, info, hardware),
         adapts=spec.tokens is None,
         step_tokens=CPU_VERIFY_TOKENS if hardware.is_cpu else GPU_VERIFY_TOKENS,
-        vocab_size=engine_plan.model_spec.vocab_size,
+        vocab_size=vocab_size,
     )

@@ -1,0 +1,38 @@
+"""Who drafts tokens and how many, as `--speculative` and `--speculative-tokens` say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nibble.errors import ConfigError
+
+MAX_DRAFTS = 15
+"""Most draft tokens of a request in a step: with the token before them, as many as a recurrent state has in a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSpec:
+    """What `speculative` and `speculative_tokens` say."""
+
+    drafter: str
+    """Its name; engine/drafters has them."""
+    path: str = ""
+    """Of its checkpoint, where it has one."""
+    tokens: int | None = None
+    """Most draft tokens of a request and step; None: the drafter's own limit, and fewer where they are rejected."""
+
+    @classmethod
+    def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
+        """Parse `lookup` or `draft:PATH`, and `auto` or a number; None for the empty text. Raise ConfigError."""
+        if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFTS):
+            raise ConfigError(
+                f"speculative_tokens must be auto, or a number from 1 to {MAX_DRAFTS}, not {tokens!r}"
+            )
+        if text in {"", "off", "none"}:
+            if tokens != "auto":
+                raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
+            return None
+        name, colon, path = text.partition(":")
+        if colon and not path:
+            raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
+        return cls(drafter=name, path=path, tokens=None if tokens == "auto" else int(tokens))
