@@ -18,12 +18,17 @@ class SpeculativeSpec:
     """Its name; engine/drafters has them."""
     path: str = ""
     """Of its checkpoint, where it has one."""
+    kv_format: str = ""
+    """The scheme of its cache, BF16 where none is named."""
     tokens: int | None = None
     """Most draft tokens of a request and step; None: the drafter's own limit, and fewer where they are rejected."""
 
     @classmethod
     def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
-        """Parse `lookup` or `draft:PATH`, and `auto` or a number; None for the empty text. Raise ConfigError."""
+        """Parse `lookup`, `draft:PATH` or `draft:PATH,kv_format=nvfp4`, and `auto` or a number; raise ConfigError.
+
+        None for the empty text.
+        """
         if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFTS):
             raise ConfigError(
                 f"speculative_tokens must be auto, or a number from 1 to {MAX_DRAFTS}, not {tokens!r}"
@@ -32,7 +37,14 @@ class SpeculativeSpec:
             if tokens != "auto":
                 raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
             return None
-        name, colon, path = text.partition(":")
+        name, colon, rest = text.partition(":")
+        path, comma, setting = rest.partition(",")
         if colon and not path:
             raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
-        return cls(drafter=name, path=path, tokens=None if tokens == "auto" else int(tokens))
+        key, _, kv_format = setting.partition("=")
+        if comma and (key.strip() != "kv_format" or not kv_format):
+            raise ConfigError(
+                f"cannot read {setting!r} of speculative; write it as {name}:{path},kv_format=nvfp4"
+            )
+        count = None if tokens == "auto" else int(tokens)
+        return cls(drafter=name, path=path, tokens=count, kv_format=kv_format.strip())

@@ -259,6 +259,7 @@ class Engine:
             self._collect(max_in_flight=0)
             self.fail(CLOSED)
             vars(self.runner).clear()
+            self.speculation = None
 
     def fail(self, error: str) -> None:
         """End all requests with an error."""

@@ -36,6 +36,8 @@ class EnginePlan(CachePlan):
 
     _: KW_ONLY
     budget: MemoryPlan
+    draft: Config | None = None
+    """Of the model that drafts, if one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,29 @@ def _weight_notes(weights: quantization.Weights, dtype: str, hardware: Hardware,
 
 def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     """Plan the memory for routes and a layout; raise CapacityError, with the nearest config that fits.
+
+    A model that drafts has its weights and workspaces, and of the cache's bytes as many tokens.
+    """
+    config, hardware, model_spec = cache_plan.config, cache_plan.hardware, cache_plan.model_spec
+    draft_config = speculation_plan.draft_config(config, model_spec)
+    if draft_config is None:
+        return _plan_memory(cache_plan)
+    here = cache_plan.here
+    draft = plan_cache(draft_config, None if here else hardware, declared=cache_plan.declared)
+    draft = speculation_plan.checked(draft, model_spec)
+    planner = MemoryPlanner(CacheSpec.from_config(draft.config), draft.model_spec, draft.hardware, draft.plan)
+    smaller = replace(hardware, memory=hardware.memory - planner.used_bytes)
+    room = _plan_memory(replace(cache_plan, hardware=smaller)).budget.room
+    sizes = [plan.layout.bytes_per_token for plan in (cache_plan.plan, draft.plan)]
+    own = room * sizes[0] // sum(sizes)
+    main = _plan_memory(replace(cache_plan, hardware=smaller, config=replace(config, kv_memory=str(own))))
+    return replace(
+        main, config=config, hardware=hardware, draft=replace(draft.config, kv_memory=str(room - own))
+    )
+
+
+def _plan_memory(cache_plan: CachePlan) -> EnginePlan:
+    """Plan the memory of one model.
 
     An exact window that was left to Nibble gives way where it does not fit.
     """

@@ -130,6 +130,11 @@ class MemoryPlan:
         return min(limits) if limits else None
 
     @property
+    def room(self) -> int:
+        """The cache's bytes: pages, the exact window and recurrent states."""
+        return self.pool + sum(part.bytes for part in (self.exact, self.states) if part)
+
+    @property
     def workspace(self) -> int:
         """Everything beside weights and pages that is planned."""
         return self.staging + self.activations + self.runtime + self.tables + self.tier
