@@ -301,3 +301,13 @@ def test_what_cannot_be_combined(tiny: Path, tmp_path: Path, models: dict[str, P
     model_spec = engine(tiny)._engine_plan.model_spec
     with pytest.raises(ConfigError, match="deterministic"):
         speculation_plan.check(config, model_spec, lookup_gpu("h200"))
+
+
+def test_two_hundred_answers_of_as_many_seeds(tiny: Path) -> None:
+    """Seed by seed the same, so that any statistic of them is."""
+    params = {"max_tokens": 6, "temperature": 1.0, "n": 200, "seed": 1, "top_k": 4}
+    expected = answers(engine(tiny), PROMPTS[1:2], **params)
+    assert len({one.token_ids for one in expected}) > 50
+    # What the first answer says, others say with the probability that each draft has.
+    with drafting(tiny, told(PROMPTS[1:2], expected), wrong=0.1) as llm:
+        same(answers(llm, PROMPTS[1:2], **params), expected)

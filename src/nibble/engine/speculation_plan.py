@@ -62,7 +62,9 @@ def note(config: Config, hardware: Hardware) -> str:
     if spec is None:
         return ""
     most = max_tokens(spec, drafters.get(spec.drafter), hardware)
-    cache = f" ({spec.path}, its cache in {spec.kv_format or 'bf16'})" if spec.path else ""
+    cache = (
+        f" ({spec.path}{f', its cache in {spec.kv_format}' if spec.kv_format else ''})" if spec.path else ""
+    )
     how = "by what was accepted, down to none" if spec.tokens is None else "in every step"
     return f"drafts by {spec.drafter}{cache}: up to {most} tokens of a request and step, {how}"
 
@@ -82,9 +84,9 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
         "prefix_cache", "compile", "compile_cache", "graphs", "seed",
     )  # fmt: skip
     common = {name: getattr(config, name) for name in names}
-    return Config(
-        model=spec.path, kv_format=spec.kv_format or "bf16", kv_window=0, max_context=None, **common
-    )
+    if spec.kv_format:
+        common["kv_format"] = spec.kv_format
+    return Config(model=spec.path, kv_window=0, max_context=None, **common)
 
 
 def checked(draft: CachePlan, model_spec: ModelSpec) -> CachePlan:

@@ -64,9 +64,18 @@ class Matcher:
         return mask
 
     def num_valid(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return how many of the first drafts the grammar allows after `answer`."""
+        """Return how many of the first drafts the grammar allows after `answer`, and can be followed on."""
         self._consume(answer)
-        return 0 if self._inner.is_error() else int(self._inner.validate_tokens(list(drafts)))
+        # A copy, because a limit that only drafts reach must not end the answer.
+        inner = self._inner.deep_copy()
+        for count, token in enumerate(drafts):
+            if inner.is_error() or not inner.validate_tokens([token]):
+                return count
+            inner.consume_tokens([token])
+            inner.compute_bitmask()
+            if inner.is_error():
+                return count
+        return len(drafts)
 
     def _consume(self, answer: Sequence[int]) -> None:
         # Only what is new: the inner matcher keeps its place from step to step.
