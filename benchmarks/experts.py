@@ -1,12 +1,12 @@
 """What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--formats bf16,fp8,mxfp4] [--tokens 1,8,64]
-        [--peer] [--tiles] [--kernels]
+        [--peer] [--variants] [--kernels]
 
 Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, one behind the other,
 so that none is in the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are
 stored, at copy bandwidth. Gate: the last layer's output against the family's own code, over matrices that are unpacked
-one by one where they are packed.
+one by one where they are packed; choices of its router against the definition, over the same logits.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from packed_weights import KINDS, random_experts
 from report import markdown
 from torch import Tensor, nn
-from triton.runtime.errors import OutOfResources
 
 import gpu
 from nibble.errors import BackendError
-from nibble.kernels.experts import cuda, triton
-from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels import router
+from nibble.kernels.experts import cuda
+from nibble.kernels.experts.cuda import Tile
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved
-from nibble.models import experts
+from nibble.models import experts, routers
 from nibble.models.forward import inductor_options
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
@@ -78,6 +80,7 @@ def blocks(name: str, format: str, device: str) -> list[nn.Module]:
         # On a GPU with the gate that is found, as a model is served.
         if not experts.serve_experts(block):
             serve([block], experts._NAME)
+        routers.serve_routers(block)
         made.append(block.eval())
     return made
 
@@ -133,6 +136,12 @@ def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor, Tenso
         began = time.perf_counter()
         inputs, y = chain(made, x)
         return (time.perf_counter() - began) * 1e6 / len(made), inputs[-1], y
+    graph, last, y = compiled(made, x)
+    return timed(graph.replay) / len(made), last.clone(), y.clone()
+
+
+def compiled(made: list[nn.Module], x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """Return a graph of all layers, compiled, and what the last gets and computes."""
     torch._dynamo.reset()
     run: Any = torch.compile(chain, fullgraph=True, options=inductor_options(nn.ModuleList(made)))
     for _ in range(2):
@@ -141,20 +150,18 @@ def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor, Tenso
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inputs, y = run(made, x)
-    return timed(graph.replay) / len(made), inputs[-1].clone(), y.clone()
+    return graph, inputs[-1], y
 
 
-def timed(call: Callable[[], object], flush: Tensor | None = None) -> float:
-    """Return the median time of a call in microseconds. flush: written before each, so that no cache has weights."""
+def timed(call: Callable[[], object], warm: float = WARM_SECONDS) -> float:
+    """Return the median time of a call in microseconds."""
     # A GPU that waited for a compiler has slowed its clock down.
     began = time.perf_counter()
-    while time.perf_counter() - began < WARM_SECONDS:
+    while time.perf_counter() - began < warm:
         call()
         torch.cuda.synchronize()
     times = []
     for _ in range(TRIALS):
-        if flush is not None:
-            flush.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -180,60 +187,155 @@ def needed_bytes(block: nn.Module, x: Tensor) -> int:
     return each * len(seen[0].unique()) + others
 
 
-def kernels_of(made: list[nn.Module], x: Tensor) -> str:
+def check_router(block: nn.Module, x: Tensor) -> None:
+    """Hold what a router that is served chooses against the definition."""
+    x_TH = x.reshape(-1, x.shape[-1])
+    for module in block.modules():
+        if hasattr(module, "is_normalized"):
+            logits_TE, weights_TK, experts_TK = module(x_TH)
+            expected_TE, _, _ = type(module).forward(module, x_TH)
+            right_TK, chosen_TK = router.naive.choose(logits_TE, module.top_k, module.is_normalized)
+            off = float((logits_TE - expected_TE).float().norm() / expected_TE.float().norm())
+            worst = float((weights_TK - right_TK).abs().max())
+            if off > WORST or worst > WORST or not torch.equal(experts_TK, chosen_TK):
+                raise SystemExit(f"a router of {len(x_TH)} tokens is wrong: {off:.2g}, {worst:.2g}")
+
+
+def recorded(made: list[nn.Module], x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """Return a graph of all layers as they are written, not compiled, and what the last gets and computes."""
+    chain(made, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs, y = chain(made, x)
+    return graph, inputs[-1], y
+
+
+def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> list[str]:
+    """Return when kernels of a layer begin and end, in microseconds from where the first does."""
     from torch.profiler import ProfilerActivity, profile
 
-    options = inductor_options(nn.ModuleList(made))
-    run: Any = torch.compile(chain, fullgraph=True, options=options)
-    run(made, x)
-    run(made, x)
+    graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run(made, x)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        graph.replay()
         torch.cuda.synchronize()
-    return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
+    events: list[Any] = sorted((e for e in seen.events() or []), key=lambda e: e.time_range.start)
+    each = len(events) // layers
+    events = events[len(events) - 2 * each : len(events) - each + 1]
+    began = events[0].time_range.start if events else 0
+    return [
+        f"{e.time_range.start - began:8.2f} {e.time_range.end - began:8.2f}  {e.name[:60]}" for e in events
+    ]
 
 
-def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
-    """Return the microseconds of both products alone by tile, the fastest first."""
+FIRST_TILES = {
+    tokens: [Tile(*sizes) for sizes in tiles]
+    for tokens, tiles in {
+        1: [(32, 8, 3, 9), (32, 8, 3, 6), (32, 8, 4, 5), (32, 8, 5, 3), (32, 8, 6, 2), (64, 8, 2, 6), (64, 8, 3, 3)],
+        8: [(32, 8, 5, 2), (32, 8, 5, 3), (32, 8, 4, 4), (32, 8, 3, 6), (64, 8, 3, 2), (64, 8, 3, 3), (64, 8, 2, 5)],
+        64: [(32, 16, 5, 2), (32, 16, 5, 3), (32, 16, 4, 4), (32, 8, 5, 3), (64, 16, 3, 2), (64, 16, 3, 3),
+             (64, 16, 2, 4), (64, 8, 3, 3), (64, 8, 4, 2)],
+    }.items()
+}  # fmt: skip
+"""By tokens, tiles that are tried for the first product."""
+SECOND_TILES = FIRST_TILES | {
+    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (2, 4), (2, 7), (6, 2))] + [Tile(64, 8, 2, 4)]
+}
+"""The same for the second; all are tried with the default of the other."""
+
+
+SEPARATE = "sums by a launch of their own"
+
+
+@contextmanager
+def tiled(first: Tile | None, second: Tile | None, *, combines: bool) -> Iterator[None]:
+    """Let products have other tiles, or a token's rows be summed up by a launch of its own, in the body."""
+    own, own_combines = cuda.tile_of, cuda.combines
+
+    def tile_of(*arguments: Any, is_second: bool) -> Tile:
+        return (second if is_second else first) or own(*arguments, is_second=is_second)
+
+    cuda.tile_of = tile_of
+    if not combines:
+        cuda.combines = lambda experts_TK, x: False
+    try:
+        yield
+    finally:
+        cuda.tile_of, cuda.combines = own, own_combines
+
+
+def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
+    """Return tiles of both products by name."""
+    few = min((n for n in FIRST_TILES if n >= tokens), default=64)
+    found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
+    found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
+    if few == 1:
+        found |= {
+            f"first {_brief(tile)}, prefetches": (replace(tile, prefetches=True), None)
+            for tile in FIRST_TILES[few][:4]
+        }
+        found[SEPARATE] = (None, None)
+    return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
+
+
+def _brief(tile: Tile) -> str:
+    return f"{tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages"
+
+
+def compile_variants(block: nn.Module, tokens: int) -> None:
+    """Compile kernels of all variants at a time."""
+    from nibble.kernels.nvrtc import cubin
+
     (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
-    chosen_TK = torch.rand(len(x[0]), module.num_experts, device=x.device).topk(
-        module.config.num_experts_per_tok
-    )[1]
-    flush, results = torch.empty(1 << 28, dtype=torch.uint8, device=x.device), []
-    for name in ("gate_up_proj", "down_proj"):
-        weight_ENI, _ = experts._matrices(module, name)
-        if isinstance(weight_ENI, experts.ExpertMatrices):
-            weight_ENI = weight_ENI.matrices
-        tokens = len(x[0]) if name == "gate_up_proj" else chosen_TK.numel()
-        rows = torch.randn(tokens, weight_ENI.shape[2], device=x.device, dtype=x.dtype)
-        for compute, tile in tiles_of(weight_ENI):
-            call = partial(compute, rows, chosen_TK, weight_ENI, None, tile=tile)
-            try:
-                call()
-                results.append((timed(call, flush), f"{name} {tile}"))
-            except (OutOfResources, BackendError):
+    top_k = module.config.num_experts_per_tok
+    settings = set()
+    gate = (module.nibble_gate or ("",))[0]
+    for tiles in variants_of(tokens).values():
+        for name, tile in zip(("gate_up_proj", "down_proj"), tiles, strict=True):
+            weight = experts._matrices(module, name)[0]
+            matrices = (
+                weight.matrices if isinstance(weight, experts.ExpertMatrices) else cuda.matrices_of(weight, 1)
+            )
+            if not matrices:
                 continue
-    return sorted(results)
+            is_second, one = name == "down_proj", tokens == 1
+            own = tile or cuda.tile_of(matrices, tokens, tokens * top_k, is_second=is_second)
+            use = cuda.Use(
+                matrices.format, own, "" if is_second else gate, one, top_k if is_second and one else 0
+            )
+            settings.add(tuple(cuda.macros(use).items()))
+    arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda macros: cubin(cuda.SOURCE, arch, dict(macros)), settings))
 
 
-def tiles_of(weight: Tensor | PackedExperts) -> list[tuple[Callable[..., Tensor], Any]]:
-    """Return what multiplies with a weight, with each of its tiles."""
-    choices = itertools.product(cuda.ROWS, cuda.COLUMNS, (2, 3, 4, 5, 6), (2, 3, 4))
-    packed = [(few_product, cuda.Tile(*choice)) for choice in choices]
-    if not isinstance(weight, Tensor):
-        return packed
-    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6))
-    plain = [(triton.few_product, triton.Tile(n, k, stages=stages)) for n, k, stages in sizes]
-    return plain + packed if cuda.plain_experts(weight, 1) else plain
+def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
+    """Print the time of a layer with each variant, the fastest first, and the timeline of the first and the fastest."""
+    tokens = x.shape[1]
+    compile_variants(made[0], tokens)
+    results = []
+    for name, tiles in variants_of(tokens).items():
+        with tiled(*tiles, combines=name != SEPARATE):
+            try:
+                graph, last, y = recorded(made, x)
+            except (BackendError, RuntimeError) as error:
+                print(f"  {name}: {str(error)[:80]}", flush=True)
+                continue
+            us = timed(graph.replay, warm=WARM_SECONDS / 4) / len(made)
+            off = (
+                error_of(y, own_output(made[-1], last)) if name == "as chosen" else error_of(y, results[0][3])
+            )
+            results.append((us, name, off, y.clone(), timeline(graph, len(made)) if tokens < 64 else []))
+    chosen = results[0]
+    for us, name, off, _, _ in sorted(results, key=lambda r: r[0]):
+        print(f"  {us:8.1f} us  {us / need:5.2f}  {off:.1e}  {name}", flush=True)
+    for result in (chosen, min(results, key=lambda r: r[0])):
+        print(f"  {result[1]}:", *result[4], sep="\n    ", flush=True)
 
 
-def few_product(
-    x: Tensor, chosen_TK: Tensor, weight: Tensor | PackedExperts, bias: None, **tile: Any
-) -> Tensor:
-    matrices = cuda.plain_experts(weight, 1) if isinstance(weight, Tensor) else weight
-    assert matrices is not None
-    return cuda.few_product(x, chosen_TK, matrices, bias, **tile)
+def error_of(y: Tensor, expected: Tensor) -> float:
+    return float((y.float() - expected.float()).norm() / expected.float().norm())
 
 
 def main() -> None:
@@ -246,8 +348,8 @@ def main() -> None:
     parser.add_argument(
         "--peer", action="store_true", help="time Transformers' own, too, which takes a while"
     )
-    parser.add_argument("--tiles", action="store_true", help="time products alone, by tile")
-    parser.add_argument("--kernels", action="store_true", help="list kernels and their times")
+    parser.add_argument("--variants", action="store_true", help="time other tiles, too, and not compiled")
+    parser.add_argument("--kernels", action="store_true", help="list kernels, and when they begin and end")
     gpu.add_output_options(parser)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,9 +368,13 @@ def main() -> None:
                     serve(made, "grouped_mm" if device == "cuda" else "eager")
                     theirs, *_ = microseconds(made, x)
                     serve(made, experts._NAME)
+                if options.variants:
+                    check_router(made[0], x)
+                    print(f"{name} {format}, {tokens} tokens, {need:.1f} us of bytes:", flush=True)
+                    time_variants(made, x, need)
+                    continue
                 ours, last, found = microseconds(made, x)
-                expected = own_output(made[-1], last)
-                error = float((found.float() - expected.float()).norm() / expected.float().norm())
+                error = error_of(found, own_output(made[-1], last))
                 rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}",
                              f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
                 print(*rows[-1], flush=True)
@@ -277,10 +383,7 @@ def main() -> None:
                         f"{name} {format}, {tokens} tokens: off by {error:.2g}, {WORST:g} is allowed"
                     )
                 if options.kernels:
-                    print(kernels_of(made, x), flush=True)
-                if options.tiles:
-                    for us, text in tiles(made[0], x):
-                        print(f"  {us:8.1f} us  {text}", flush=True)
+                    print(*timeline(compiled(made, x)[0], len(made)), sep="\n    ", flush=True)
             del made
     head = (
         "model",

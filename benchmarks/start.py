@@ -104,7 +104,12 @@ def engine_of(options: argparse.Namespace, memory: dict[str, int]) -> Iterator[A
 
     from nibble.models.activations import FULL
 
-    settings = {"kv_format": options.scheme, "device": options.device, "compile_cache": True}
+    settings = {
+        "kv_format": options.scheme,
+        "device": options.device,
+        "compile_cache": True,
+        "kv_memory": options.kv_memory,
+    }
     if not options.checkpoint:
         with served(options.model, weights=options.weights, **settings) as engine:
             yield engine.llm
@@ -187,6 +192,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a folder with weights to read")
     parser.add_argument("--write", action="store_true", help="write it first, of random weights")
     parser.add_argument("--scheme", default="nvfp4")
+    parser.add_argument("--kv-memory", help="of the pool; all that is free if left out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--cache", help="Nibble's cache folder; a new one if left out")

@@ -1,6 +1,6 @@
 """Where the time of a step goes: its kernels by the profiler, beside the time of the step, on one GPU.
 
-    python benchmarks/step_kernels.py [--model llama-3.1-8b] [--weights int4] [--scheme nvfp4] [--window 64]
+    python benchmarks/step_kernels.py [--model llama-3.1-8b] [--weights int4] [--scheme nvfp4]
         [--decodes 8,32] [--context 1K] [--prompts 16K] [--rows 30]
 
 Random weights; the gate is engine_gpu.py's. Kernels of replayed graphs are counted one by one. Those that begin
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import engine_load as load
 import paged
@@ -79,12 +78,9 @@ def longest(options: argparse.Namespace) -> int:
 
 def main() -> None:
     options = arguments().parse_args()
-    extra: dict[str, Any] = {"kv_window": options.window}
-    if options.window:
-        extra |= {"kv_transforms": "rot"}
     with served(
         options.model, kv_format=options.scheme, weights=options.weights, device=gpu.device(),
-        max_running=options.running, max_context=longest(options), token_budget=options.token_budget, **extra,
+        max_running=options.running, max_context=longest(options), token_budget=options.token_budget,
     ) as made:  # fmt: skip
         startup = made.llm.engine.startup
         print(
@@ -103,9 +99,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--weights", default="", help=f"quantise linear layers: {', '.join(KINDS)}")
     parser.add_argument("--scheme", default="nvfp4")
-    parser.add_argument(
-        "--window", type=int, default=0, help="the exact window, with a rotation of K"
-    )
     parser.add_argument("--decodes", default="8,32")
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--context", default="1K")

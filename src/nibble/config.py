@@ -21,6 +21,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
 STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
 """How recurrent states are kept; kernels/state_formats.py has them."""
+EXACT_STATES = "fp32"
+"""The one that keeps them as the model computes them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
 MAX_WINDOW = 4096
@@ -103,7 +105,7 @@ class Config:
         "file, calibrate (measured), or one (1.0).",
     )
     state_format: str = option(
-        "fp32",
+        EXACT_STATES,
         "Recurrent states of hybrid models: fp32, bf16, fp8 or int8 (with a scale for each row). They are rounded "
         "every 16 tokens, not at each.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,14 @@ from test_invariance import OTHERS, PROMPT, answer, same
 from bits import preempting
 from families import VOCAB, make, tiny_config
 from nibble import LLM, SamplingParams
+from nibble.cache.state_pool import StatePool
 from nibble.config import STATE_FORMATS, Config
 from nibble.engine import build
 from nibble.engine.plan import plan_engine
-from nibble.errors import ConfigError
+from nibble.engine.scheduler import PROMPT_TAIL
 from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
-from tiny import save_tiny, set_generation_config
-
-QWEN3_NEXT: dict[str, Any] = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-"""Gates of all heads fill vectors, as in models that are published: torch rounds the tail of sigmoid() otherwise."""
+from tiny import QWEN3_NEXT, save_tiny, set_generation_config
 
 
 @pytest.fixture(scope="module")
@@ -63,45 +57,78 @@ def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid:
         same(preempted, cold)
 
 
-def test_a_hit_at_every_page_boundary(hybrid: Path) -> None:
-    """With a snapshot there, and without, where what is behind the last snapshot is computed again."""
-    llm = engine(hybrid, state_format="int8")
+@pytest.mark.parametrize(
+    ("state_format", "kv_format"), [("fp32", "bf16"), ("bf16", "nvfp4"), ("fp8", "bf16"), ("int8", "nvfp4")]
+)
+def test_a_hit_at_every_page_boundary(state_format: str, kv_format: str, hybrid: Path) -> None:
+    """With a snapshot there, with one before it, and with none: what follows the last one is computed again."""
+    llm = engine(hybrid, state_format=state_format, kv_format=kv_format, page_size=16)
     cold = answer(llm, [PROMPT])
-    manager = llm.engine.scheduler.manager
-    size = llm.plan.page_size
-    for boundary in range(len(PROMPT) // size, -1, -1):
-        # Others share so many pages, and leave states there, or do not.
-        other = [*PROMPT[: boundary * size], 251, 252, 253]
-        answer(llm, [other])
-        for clear in (False, True):
-            if clear:
-                manager._states.snapshots.clear()
-            same(answer(llm, [PROMPT]), cold)
+    manager, size = llm.engine.scheduler.manager, llm.plan.page_size
+    states = manager._states
+    for boundary in range(1, len(PROMPT) // size + 1):
+        for dropped in sorted({0, 1, boundary}):
+            llm.engine.reset_prefix_cache()
+            # Of each length one, whose snapshot leaves its last tokens out: so there is one at each boundary.
+            ends = range(size, boundary * size + 1, size)
+            llm.generate([PROMPT[:end] + [251] * PROMPT_TAIL for end in ends], max_tokens=1)
+            pages = manager._radix.match(llm.engine.namespace + "/", PROMPT, boundary * size)
+            assert len(pages) == boundary and all(
+                states.snapshots.value_of(page) is not None for page in pages
+            )
+            for page in pages[boundary - dropped :]:
+                states.snapshots.drop(page)
+            hit = answer(llm, [PROMPT])
+            assert hit[2] == (boundary - dropped) * size
+            same(hit, cold)
     assert manager.stats.states.replayed_tokens > 0
     manager.check_integrity()
 
 
-def test_a_wrong_state_is_noticed(hybrid: Path) -> None:
-    """The comparison above can fail: states that are a little off move the logits by more than it allows."""
+def scaled(states: StatePool, slot: int, other: int) -> None:
+    for state in states.layers.values():
+        state.planes[0][slot] *= 1.001
+
+
+def shifted(states: StatePool, slot: int, other: int) -> None:
+    for state in states.layers.values():
+        state.inputs_SPC[slot] = state.inputs_SPC[slot].roll(1, 0)
+
+
+def of_another_node(states: StatePool, slot: int, other: int) -> None:
+    states.copy([(other, slot)])
+
+
+@pytest.mark.parametrize("plant", [scaled, shifted, of_another_node])
+def test_a_wrong_snapshot_is_noticed(plant: Callable[[StatePool, int, int], None], hybrid: Path) -> None:
+    """The comparison above can fail: what is a little off in a snapshot moves the logits by more than it allows."""
     llm = engine(hybrid)
     cold = answer(llm, [PROMPT])
-    for state in llm.engine.runner.states.layers.values():
-        state.planes[0].mul_(1.001)
+    # As long, and alike but for its first token.
+    answer(llm, [[PROMPT[0] ^ 1, *PROMPT[1:]]])
+    same(answer(llm, [PROMPT]), cold)
+    manager, states = llm.engine.scheduler.manager, llm.engine.runner.states
+    own, other = (
+        manager._states.snapshots.value_of(manager._radix.match(llm.engine.namespace + "/", text, 80)[-1])
+        for text in (PROMPT, [PROMPT[0] ^ 1, *PROMPT[1:]])
+    )
+    assert own is not None and other is not None
+    plant(states, own, other)
     hit = answer(llm, [PROMPT])
-    assert hit[2] >= 80 and (hit[1] - cold[1]).abs().max() > 1e-5
+    assert hit[2] == 80 and (hit[1] - cold[1]).abs().max() > 1e-5
 
 
-def test_a_gpu_is_refused_early(hybrid: Path) -> None:
-    """Before weights are read, and `nibble plan` says so."""
-    planned = plan_engine(Config(model=str(hybrid)), lookup_gpu("h200"))
-    assert any("recurrent state" in note for note in planned.plan.notes) and planned.budget.states
-    with pytest.raises(ConfigError, match="computes those on CPUs only: --device cpu"):
-        build._runnable(planned)
+def test_a_plan_for_a_gpu_counts_slots(hybrid: Path) -> None:
+    """And says what was never run there."""
+    planned = plan_engine(Config(model=str(hybrid), state_format="int8"), lookup_gpu("h200"))
+    assert planned.budget.states and planned.budget.states.format == "int8"
+    assert any("never run on SM90" in note and "delta in int8" in note for note in planned.plan.notes)
 
 
-def test_an_abort_leaves_neighbours_as_they_are(hybrid: Path) -> None:
-    llm = engine(hybrid)
-    cold = answer(engine(hybrid), [PROMPT])
+@pytest.mark.parametrize("state_format", STATE_FORMATS)
+def test_an_abort_leaves_neighbours_as_they_are(state_format: str, hybrid: Path) -> None:
+    llm = engine(hybrid, state_format=state_format)
+    cold = answer(engine(hybrid, state_format=state_format), [PROMPT])
     pieces: list[Any] = []
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
     neighbour, mine = (
@@ -145,17 +172,21 @@ WIDE = {"falcon_h1": {"mamba_n_heads": 32, "mamba_d_head": 4}}
 
 
 @pytest.mark.parametrize(
-    "family", ["bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "nemotron_h", "zamba2"]
-)
-def test_families_through_the_engine(family: str, tmp_path: Path) -> None:
-    """Without rounding of states and KV: with so few heads, gates differ in the last bits by the number of rows."""
+    ("family", "state_format"),
+    [
+        ("bamba", "int8"), ("falcon_h1", "fp8"), ("jamba", "fp32"), ("kimi_linear", "fp32"), ("lfm2", "int8"),
+        ("minimax", "fp32"), ("nemotron_h", "bf16"), ("zamba2", "int8"),
+    ],
+)  # fmt: skip
+def test_families_through_the_engine(family: str, state_format: str, tmp_path: Path) -> None:
+    """Without rounding of KV, and of states where gates of few heads differ in the last bits by the number of rows."""
     config = tiny_config(family)
     config.update({**WIDE.get(family, {}), "max_position_embeddings": 512})
     torch.manual_seed(0)
     with quiet():
         make(family, config).save_pretrained(tmp_path)
     set_generation_config(tmp_path, temperature=0.0)
-    exact = {"kv_format": "fp32"}
+    exact = {"kv_format": "fp32", "state_format": state_format}
     prompt, others = [token % VOCAB for token in PROMPT], [[token % VOCAB for token in one] for one in OTHERS]
     whole = engine(tmp_path, **exact)
     cold = answer(whole, [prompt])

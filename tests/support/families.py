@@ -192,7 +192,7 @@ def make(name: str, config: Any) -> Any:
 
 LAYERS = 4
 SIZES = {
-    "vocab_size vocab_size_per_layer_input": VOCAB,
+    "vocab_size vocab_size_per_layer_input unpadded_vocab_size": VOCAB,
     "hidden_size n_embd d_model embedding_size input_embedding_size output_embedding_size emb_dim lru_width": 64,
     "hidden_size_global encoder_cross_output_size word_embed_proj_dim": 64,
     "intermediate_size dense_intermediate_size prefix_dense_intermediate_size ffn_dim encoder_ffn_dim": 96,
@@ -269,11 +269,12 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_key_value_heads": 4},
     "kolibri1": {"layer_types": MIXED["layer_types"]},
     "laguna": {"layer_types": MIXED["layer_types"]},
+    "lara_mini": _DELTA,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mellum": MIXED,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
-    "minimax": {"initializer_range": 0.15},
+    "minimax": {"initializer_range": 0.15, "block_size": 32},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [2]}},
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": MIXED["layer_types"], "local_attention": 16},
     "nemotron": {"num_key_value_heads": 2},
@@ -288,6 +289,7 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QSA,
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16], "attention_head_size": 16},
     "roc_bert": {"shape_embed_dim": 32, "shape_vocab_size": 64, "pronunciation_embed_dim": 32, "pronunciation_vocab_size": 64},
+    "sarvam_mla": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "attention_hidden_size": 128,
@@ -389,7 +391,8 @@ _OTHER_LAYERS = "layers are more than attention over one key and value for each 
 _NOT_CAUSAL = "attends with is_causal=False: queries see later tokens, or a mask hides those"
 _REASONS = {
     _CONVOLUTION: "recurrent_gemma zaya",
-    "Inkling2?ShortConvolution gets neither the keywords nor the mask": "inkling2_text inkling_text",
+    "InklingShortConvolution gets neither the keywords nor the mask": "inkling_text",
+    "passes position_bias to its attention|ShortConvolution gets neither": "inkling2_loop_text inkling2_text",
     r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask": "qwen4_exp qwen4_exp_text",
     "Mixer gets neither the keywords nor the mask": "falcon_mamba mamba mamba2",
     "ZambaAttention does not say which layer it is": "zamba",
@@ -403,7 +406,7 @@ _REASONS = {
     _NOT_CAUSAL: "bigbird_pegasus",
     r"its forward pass \(XmodOutput.lang_adapter\) depends on values of tensors": "xmod",
     "cannot compute the logits of chosen tokens only": "whisper",
-    "layer 0 attends 2 times in one pass": "diffllama",
+    "layer 0 attends 2 times in one pass": "diffllama dory",
     "layer 0 attends 4 times in one pass": "hrm_text",
     "layers do not attend to text": "mllama",
     "the mask of layer 0 depends on tensors of the batch": "gemma4_unified",

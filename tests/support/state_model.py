@@ -21,6 +21,8 @@ class StateModel:
 
     def step(self, lease: Lease, hashes: Sequence[int], start: int, end: int) -> None:
         """The copies that a step makes, and its tokens."""
+        targets = [target for _, target in lease.state_copies]
+        assert len(set(targets)) == len(targets), f"two copies to one slot: {lease.state_copies}"
         # All are read before any is written.
         copies = [(target, dict(self.slots.get(source, {}))) for source, target in lease.state_copies]
         self.slots.update(copies)

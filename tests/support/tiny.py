@@ -38,6 +38,15 @@ SPARSE: dict[str, Any] = {
 """What makes a glm_moe_dsa of BASE."""
 
 
+QWEN3_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+"""What makes a hybrid qwen3_next of BASE. Gates of all heads fill vectors, as in models that are published: torch rounds
+the tail of sigmoid() otherwise."""
+
 CHUNKED: dict[str, Any] = {
     "attention_chunk_size": 16,
     "no_rope_layers": [1, 0, 1],

@@ -247,12 +247,15 @@ class CacheManager:
             place: what is there.
         """
         boundary = tokens // self.page_size
-        if self._window and lease.is_sharing:
-            self._window.keep_snapshot(lease, boundary, place)
-        if self._states and lease.is_sharing:
-            self._states.keep_snapshot(lease, boundary, place)
-            if place is Place.PROMPT_END:
-                self._states.keep_intervals(lease, boundary)
+        if not lease.is_sharing:
+            return
+        # With an exact window, too: computation goes on where both have a snapshot.
+        on_the_way = self._states.intervals(boundary) if self._states and place is Place.PROMPT_END else ()
+        for books in (self._window, self._states):
+            if books:
+                for at in on_the_way:
+                    books.keep_snapshot(lease, at, Place.BRANCH)
+                books.keep_snapshot(lease, boundary, place)
 
     def next_stop(self, lease: Lease) -> int | None:
         """Return the next token at which a chunk of `lease` ends, so that a snapshot can be kept; None for none."""
@@ -468,9 +471,10 @@ class CacheManager:
         lease.num_shared_pages += len(pages)
         start = lease.num_stored_tokens
         if self._window:
+            end = lease.replay_until
             self._window.resume(lease, self._states.has_snapshot if self._states else None)
-            if self._states and lease.num_stored_tokens > start:
-                self._states.take_snapshot(lease)
+            if self._states:
+                self._states.follow(lease, start, end)
         elif self._states:
             self._states.resume(lease)
         else:

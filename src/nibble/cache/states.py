@@ -112,6 +112,22 @@ class StateBooks:
         if lease.is_replaying and not is_turn:
             lease.state_boundaries[end] = Place.BRANCH
 
+    def follow(self, lease: Lease, previous: int, previous_end: int) -> None:
+        """Go on where an exact window does, which has chosen a snapshot of both, and keep one where it keeps its own.
+
+        Args:
+            lease: a lease that has pages of the tree.
+            previous: tokens that were stored before.
+            previous_end: where a replay was to end before.
+        """
+        size = self.page_size
+        lease.state_boundaries.pop(previous_end // size, None)
+        if lease.num_stored_tokens > previous:
+            self.take_snapshot(lease)
+        end = lease.replay_until // size
+        if (place := lease.snapshot_boundaries.get(end)) is not None:
+            self.keep_snapshot(lease, end, place)
+
     def take_snapshot(self, lease: Lease) -> bool:
         """Let `lease` go on from the snapshot after its stored tokens; return whether a turn ended there."""
         source = self.snapshots.value_of(lease.pages[lease.num_stored_tokens // self.page_size - 1])
@@ -131,11 +147,10 @@ class StateBooks:
         if is_ahead and lease.state_boundaries.get(boundary) is not Place.BRANCH:
             lease.state_boundaries[boundary] = place
 
-    def keep_intervals(self, lease: Lease, boundary: int) -> None:
-        """Keep snapshots every so many pages up to `boundary`."""
+    def intervals(self, boundary: int) -> Sequence[int]:
+        """Return the page boundaries before `boundary` at which snapshots of a long prompt are kept."""
         step = self.slots.interval
-        for at in range(step, boundary, step) if step else ():
-            self.keep_snapshot(lease, at, Place.BRANCH)
+        return range(step, boundary, step) if step else ()
 
     def next_stop(self, lease: Lease) -> int | None:
         """Return the next token at which a chunk of `lease` ends, so that its states can be kept; None for none."""

@@ -21,6 +21,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from nibble import formats
 from nibble.attention.backends import all_backends
+from nibble.attention.planner import state_support
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger
 from nibble.attention.planner.explain import BASELINE, Table
 from nibble.attention.planner.support import BackendInfo, Support, format_values
@@ -34,7 +35,8 @@ from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.formats.base import ENCODERS
 from nibble.hardware import CPU_ARCH, GPUS
-from nibble.model_spec import HEADS, LATENTS, Phase, Stream
+from nibble.kernels.state_formats import FORMATS
+from nibble.model_spec import HEADS, LATENTS, Phase, Recurrence, Stream
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 CLI_HEAD = """\
@@ -159,6 +161,13 @@ Conditions. `group`: query heads to a KV head (of latents, all query heads). The
 the order in which `auto` takes backends is in `src/nibble/attention/rankings/`.
 """
 
+STATES_HEAD = """
+## Recurrent states
+
+Layers of [hybrid models](hybrid.md) that keep a state, by the rule that updates it and the format it is kept in. On GPUs
+their kernels are Nibble's own, in Triton; on a CPU the definition itself serves. A convolution alone keeps inputs.
+"""
+
 
 def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
     """Return the text of docs/capabilities.md. `path`: the ledger; where there is none, nothing is verified."""
@@ -170,6 +179,7 @@ def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Pa
     lines = [CAPABILITIES_HEAD, *_summary_table(table)]
     for kind in sorted(kinds, key="mha mla dsa".find):
         lines += [f"\n## {kind}\n", *matrices.of(kind), "", CONDITIONS_HEAD, *_condition_table(kind, table)]
+    lines += [STATES_HEAD, *matrices.of_states()]
     if matrices.notes:
         lines += ["", *(f"[^{number}]: {text}" for text, number in matrices.notes.items())]
     return "\n".join(lines) + "\n"
@@ -209,6 +219,27 @@ class _Matrices:
                 entries.append((f"`{name}`", _format_names(names), *cells))
         titles = (f"SM{arch}" if arch else "CPU" for arch in archs)
         return Table(("backend", "formats", *titles), tuple(entries)).as_markdown()
+
+    def of_states(self) -> Iterator[str]:
+        """Return a table of rules and formats of recurrent states down, GPUs across."""
+        archs, entries = _archs(self.backends), []
+        for rule in get_args(Recurrence):
+            lines: dict[tuple[str, ...], list[str]] = {}
+            for fmt in (state_support.NO_FORMAT,) if rule == "conv" else FORMATS:
+                lines.setdefault(tuple(self._state_cell(rule, fmt, arch) for arch in archs), []).append(fmt)
+            entries += [(f"`{rule}`", ", ".join(names), *cells) for cells, names in lines.items()]
+        titles = (f"SM{arch}" if arch else "CPU" for arch in archs)
+        return Table(("rule", "states in", *titles), tuple(entries)).as_markdown()
+
+    def _state_cell(self, rule: str, fmt: str, arch: int) -> str:
+        if arch == CPU_ARCH:
+            return "PED"
+        by_evidence: dict[str, str] = {}
+        for phase in state_support.PHASES:
+            entry = self.evidence.get((state_support.LEDGER_NAME, str(phase), rule, fmt, arch))
+            mark = f"verified{self._note(f'verified on {entry}')}" if entry else "declared"
+            by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
+        return "; ".join(f"{letters} {mark}" for mark, letters in by_evidence.items())
 
     def _cell(self, backend: str, kind: str, fmt: str, arch: int, rows: Iterable[Support]) -> str:
         served = {phase for row in rows if _covers(row, fmt, arch) for phase in row.phase}

@@ -73,12 +73,17 @@ def _ingredients(report: Report, _: str) -> Iterator[str]:
     lengths = tuple(format_length(length) for length in report.lengths)
     request = format_length(report.measured.get("request_tokens", 0))
     base = report.results[0]
+    states = ("states",) if _has_states(report) else ()
     header = (
-        "format", "encoder", "transforms", "window", f"bytes of {request}", "perplexity", f"over {base.name}", "KL",
-        "top-1", f"recall, of {base.name}'s", *lengths,
+        "format", "encoder", "transforms", "window", *states, f"bytes of {request}", "perplexity", f"over {base.name}",
+        "KL", "top-1", f"recall, of {base.name}'s", *lengths,
     )  # fmt: skip
     yield from markdown_table(header, (_ingredient_row(result, report) for result in report.results))
     yield from ("", report.caption())
+
+
+def _has_states(report: Report) -> bool:
+    return any(result.state_format for result in report.results)
 
 
 def _ingredient_row(result: SchemeResult, report: Report) -> tuple[str, ...]:
@@ -86,8 +91,9 @@ def _ingredient_row(result: SchemeResult, report: Report) -> tuple[str, ...]:
     name = ENCODER_SUFFIX.sub("", result.kv_format.partition("+")[0])
     layers = f", {result.kv_layers}" if result.kv_layers else ""
     shares = [_share(result.recall.get(n, 0.0), base.recall.get(n, 0.0)) for n in report.lengths]
+    states = (result.state_format,) if _has_states(report) else ()
     return (
-        f"`{name}{layers}`", result.encoder, result.transforms, str(result.exact_window or ""),
+        f"`{name}{layers}`", result.encoder, result.transforms, str(result.exact_window or ""), *states,
         f"{result.request_bytes:,}", f"{result.perplexity:.4g}", f"{result.perplexity / base.perplexity - 1:+.2%}",
         f"{result.kl:.2g}", f"{result.top1:.1%}", _share(result.mean_recall or 0.0, base.mean_recall or 0.0), *shares,
     )  # fmt: skip

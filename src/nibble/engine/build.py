@@ -34,7 +34,7 @@ from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
-from nibble.engine.plan import EnginePlan, plan_engine, state_note
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
@@ -43,7 +43,7 @@ from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
-from nibble.errors import ConfigError, ScaleError
+from nibble.errors import ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
@@ -157,8 +157,6 @@ def preflight(
 def _runnable(engine_plan: EnginePlan) -> EnginePlan:
     """Return the plan; raise ConfigError where it cannot run, or its weights cannot be read."""
     require_runnable(engine_plan.plan)
-    if reason := state_note(engine_plan.model_spec, engine_plan.hardware):
-        raise ConfigError(reason)
     require_readable(engine_plan.model_spec.stored_weights)
     return engine_plan
 

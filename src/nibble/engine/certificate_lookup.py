@@ -20,7 +20,7 @@ from nibble import formats
 from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
-from nibble.config import BUNDLED, Config, default_of
+from nibble.config import BUNDLED, EXACT_STATES, Config, default_of
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
 from nibble.errors import ConfigError
@@ -74,8 +74,14 @@ UNSAID = frozenset(
 
 def is_unquantised(cache_plan: CachePlan) -> bool:
     """Whether the cache stores what the model computes, so that there is nothing to certify."""
-    entries = (entry for store in cache_plan.plan.stores for layer in store.layers for entry in layer.streams)
-    return all(formats.get(entry.format).plain is not None for entry in entries)
+    plan = cache_plan.plan
+    entries = (entry for store in plan.stores for layer in store.layers for entry in layer.streams)
+    return not _rounded_states(plan) and all(formats.get(entry.format).plain is not None for entry in entries)
+
+
+def _rounded_states(plan: Plan) -> str:
+    """Return the format of recurrent states, if there are any that are rounded; else an empty string."""
+    return plan.state_format if plan.states and plan.state_format != EXACT_STATES else ""
 
 
 def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
@@ -87,7 +93,7 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
     """
     config, plan = cache_plan.config, cache_plan.plan
     spec = CacheSpec.from_config(config)
-    usual = {entry.name: default_of(entry) for entry in fields(Config)}
+    usual, states = {entry.name: default_of(entry) for entry in fields(Config)}, _rounded_states(plan)
     # What was left to Nibble counts as it was decided: another version may decide otherwise.
     decided = _others(spec, SPEC_ELSEWHERE) | _others(plan, PLAN_ELSEWHERE)
     return Subject(
@@ -101,7 +107,8 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         options={name: value for name, value in _others(config, UNCOUNTED).items() if value != usual[name]}
         | {name: str(value) for name, value in decided.items()}
         # Said where they are quantised alone: who leaves them has the certificates of before.
-        | ({} if cache_plan.activations == FULL else {"activations": cache_plan.activations}),
+        | ({} if cache_plan.activations == FULL else {"activations": cache_plan.activations})
+        | ({"state_format": states} if states else {}),
     )
 
 
@@ -258,6 +265,7 @@ def require(cache_plan: CachePlan, scales: KVScales | None) -> Certificate | Non
     if not config.quality:
         return lookup.certificate
     subject = f"{config.model} with a cache in {_scheme_name(config)}"
+    subject += f", and states in {states}," if (states := _rounded_states(cache_plan.plan)) else ""
     bounds = ", ".join(f"{name}={value:g}" for name, value in config.quality.items())
     if (certificate := lookup.certificate) is None:
         raise ConfigError(

@@ -143,23 +143,13 @@ def plan_cache(
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     speculation_plan.check(config, model_spec, hardware)
     drafts_note = speculation_plan.note(config, hardware)
-    preface = (source_note, formats_note, *weight_notes, state_note(model_spec, hardware), drafts_note)
+    preface = (source_note, formats_note, *weight_notes, drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(
         config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
     )
     cache_plan = _annotated(cache_plan, table)
     return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
-
-
-def state_note(model_spec: ModelSpec, hardware: Hardware) -> str:
-    """Return why a start with recurrent states is refused on this machine; empty where it is not."""
-    if hardware.is_cpu or not model_spec.states:
-        return ""
-    return (
-        f"{model_spec.family} has layers that keep a recurrent state, and this version computes those on CPUs only: "
-        "--device cpu"
-    )
 
 
 def with_usable_transforms(

@@ -28,12 +28,14 @@ from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import KVView, PagedPool
+from nibble.cache.states import StateSlots
 from nibble.config import Config
 from nibble.engine import window_reference
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.model_runner import CudaGraphs, Graphs, ModelRunner, live
 from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.state_test import state_test
 from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError, CapacityError
 from nibble.formats.base import raw
@@ -93,6 +95,9 @@ def warm_up(
                 self_test(runner.plan, runner.pool, runner.backends, runner.exact)
                 if runner.tier:
                     tier_test(runner.tier, runner.pool)
+                # On a CPU the definition itself serves.
+                if runner.states and runner.device.type != "cpu":
+                    state_test(runner.states, runner.plan.states, runner.plan.dtype)
         if runner.device.type != "cuda":
             return
         with startup.part("compile"):
@@ -121,9 +126,15 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
         startup.notes.append(reason)
 
 
+def _manager(runner: ModelRunner) -> CacheManager:
+    """Return the books of a cache that nobody uses yet."""
+    slots = StateSlots(runner.states.num_slots, runner.states.num_slots) if runner.states else None
+    return CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False, states=slots)
+
+
 def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     """Run one step of prompts of these lengths, over pages that are free again afterwards."""
-    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    manager = _manager(runner)
     requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
     for request in requests:
         request.lease = manager.open(request.token_ids, "")
@@ -136,7 +147,7 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
 
 def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
     """Run a few new tokens after few and after many, so that fewer requests wait for what such steps compile."""
-    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    manager = _manager(runner)
     most = min(max_tokens, runner.pool.pages * runner.plan.page_size)
     for first in (FIRST_STEP, min(step_tokens, most - sum(CHUNKS))):
         counts = [first, *(min(count, step_tokens) for count in CHUNKS)]
@@ -154,7 +165,8 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
 def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
     """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
     pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
-    while tokens and pages and len(lengths) < runner.tables.padding_row:
+    most = min(runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row)
+    while tokens and pages and len(lengths) < most:
         length = min(tokens, max_tokens, pages * size)
         lengths.append(length)
         tokens, pages = tokens - length, pages - cdiv(length, size)

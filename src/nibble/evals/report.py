@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.attention.planner.window_memory import LONG_REQUEST
-from nibble.config import Config, default_of, option, parse_settings
+from nibble.config import EXACT_STATES, Config, default_of, option, parse_settings
 from nibble.engine.certificate import format_length
 from nibble.errors import ConfigError
 
@@ -113,6 +113,9 @@ CERTIFIED = Sizes(tokens=16384, recall_cases=32)
 
 OF_ALL_SCHEMES = {"model", "revision", "download_dir", "kv_format", "kv_layers", "require_quality"}
 """Fields of Config that no entry has for itself."""
+STATES = "state_format"
+"""The field of Config that says how recurrent states are kept."""
+_USUAL = {entry.name: default_of(entry) for entry in fields(Config)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class Entry:
     @classmethod
     def of(cls, config: Config) -> Entry:
         """Return what a config serves."""
-        return cls(config.kv_format, config.kv_layers)
+        return cls(config.kv_format, config.kv_layers).with_states(config)
 
     @property
     def name(self) -> str:
@@ -162,12 +165,19 @@ class Entry:
         options = parse_settings(self.options) if self.options else {}
         return replace(base, kv_format=self.kv_format, kv_layers=self.kv_layers, **options)
 
+    def with_states(self, base: Config) -> Entry:
+        """Return this entry with the format that `base` has for recurrent states, where that is not the usual one."""
+        options = parse_settings(self.options) if self.options else {}
+        if base.state_format == EXACT_STATES or STATES in options:
+            return self
+        return replace(self, options=",".join(filter(None, (self.options, f"{STATES}={base.state_format}"))))
+
     def alone(self, base: Config) -> Config:
         """Return `base` with this scheme and its options, and nothing else that `base` says of what is stored."""
         usual = {
-            entry.name: default_of(entry)
-            for entry in fields(Config)
-            if entry.name.startswith("kv_") and entry.name not in {"kv_memory", "kv_scales"}
+            name: value
+            for name, value in _USUAL.items()
+            if name == STATES or (name.startswith("kv_") and name not in {"kv_memory", "kv_scales"})
         }
         # A host tier may store other bytes than the device.
         host_format = base.offload and base.offload.host_format
@@ -263,13 +273,15 @@ class SchemeResult:
     seconds: float = 0.0
     """What measuring took."""
     request_bytes: int = 0
-    """Of a running request of `request_tokens` (Report.measured), the exact window included."""
+    """Of a running request of `request_tokens` (Report.measured), the exact window and states included."""
     encoder: str = ""
     """How the block scales of its 4-bit formats are chosen."""
     transforms: str = ""
     """Of K, as kmean+rot."""
     exact_window: int = 0
     """Newest tokens that are read in the compute dtype."""
+    state_format: str = ""
+    """Of recurrent states; empty where the model has none."""
 
     @property
     def mean_recall(self) -> float | None:

@@ -48,6 +48,7 @@ from nibble.evals.report import (
 )
 from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
+from nibble.kernels.state_formats import state_bytes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
 from nibble.models.activations import FP8, FULL
 from nibble.models.checkpoint import download
@@ -146,10 +147,13 @@ def candidates_of(
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    for entry in entries or default_entries(candidates[0].plan.model_spec):
-        if entry != yardstick:
+    model_spec = candidates[0].plan.model_spec
+    for entry in entries or default_entries(model_spec):
+        # The yardstick's states are exact: a scheme that rounds them is another one, and says so.
+        own = entry.with_states(config) if model_spec.states else entry
+        if own != yardstick:
             try:
-                candidates.append(_plan_candidate(entry.config(config), entry))
+                candidates.append(_plan_candidate(own.config(config), own))
             except NibbleError as error:
                 if entries:
                     raise
@@ -183,7 +187,16 @@ def _ingredients(plan: Plan) -> dict[str, Any]:
         "encoder": ", ".join(encoders),
         "transforms": ", ".join(transforms),
         "exact_window": plan.window,
+        "state_format": plan.state_format if plan.states else "",
     }
+
+
+def _request_bytes(plan: Plan, tokens: int) -> int:
+    """Return the bytes of a running request: its pages, its exact window and its recurrent states."""
+    states = (
+        len(group.layers) * state_bytes(group, plan.state_format, plan.dtype, 0) for group in plan.states
+    )
+    return request_bytes(plan, tokens) + sum(states)
 
 
 def environment(plan: EnginePlan) -> dict[str, str]:
@@ -291,7 +304,7 @@ class _Evaluation:
             tasks=scores,
             sinks=kv_scales.notes,
             seconds=round(time.perf_counter() - started, 2),
-            request_bytes=request_bytes(candidate.plan.plan, self._request_tokens),
+            request_bytes=_request_bytes(candidate.plan.plan, self._request_tokens),
             **_ingredients(candidate.plan.plan),
         )
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
 
-BITS = {"uint4": 4, "uint8": 8, "e2m1": 4, "e4m3": 8}
+BITS = {"uint4": 4, "uint8": 8, "e2m1": 4, "e4m3": 8, "bfloat16": 16}
 """Kinds of codes -> bits. Integers have half of their range subtracted, unless there are zero points."""
 PACKAGE = "humming"
 """The module of the library that multiplies packed matrices on a GPU."""

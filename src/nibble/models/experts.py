@@ -3,7 +3,8 @@
 No way for few tokens waits for the host or sorts.
 
 Transformers lets a registered function compute experts whose matrices lie in one tensor. What happens between both
-products (the gate) stays the family's own code.
+products (the gate) is computed by kernels too where it is one that they know, as running it shows; else it stays the
+family's own code.
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; H hidden size.
 """
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from nibble.kernels import experts, triton_present
+from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
 from nibble.kernels.experts.matrices import TENSORS, PackedExperts
 
 _NAME = "nibble_experts"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 COUNT = 2
 """How many of these experts have."""
+_GATE_ROWS, _GATE_SIZE = 64, 8.0
+"""Rows and values of the trial of a gate, and how large these are: beyond usual limits."""
 
 
 class ExpertMatrices(nn.Module):
@@ -84,6 +88,7 @@ def set_packed_experts(module: Any, matrices: Mapping[str, PackedExperts]) -> No
     # Its own: layers that share it may have experts of another kind.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = _NAME
+    _set_gate(module)
 
 
 def serve_experts(model: nn.Module) -> int:
@@ -91,6 +96,7 @@ def serve_experts(model: nn.Module) -> int:
     modules: list[Any] = [module for module in model.modules() if _serves(module)]
     for module in modules:
         module.config._experts_implementation = _NAME
+        _set_gate(module)
     return len(modules)
 
 
@@ -104,9 +110,33 @@ def _serves(module: Any) -> bool:
     )
 
 
+def _set_gate(module: Any) -> None:
+    gate = gate_of(module)
+    module.nibble_gate = None if gate is None else (gate.kind, gate.limit, gate.factor)
+
+
+@torch.inference_mode()
+def gate_of(module: Any) -> Gate | None:
+    """Return the gate of experts, if it is one that kernels compute, by what it makes of random values."""
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return None
+    y_SN = torch.randn(_GATE_ROWS, _GATE_ROWS, generator=torch.Generator().manual_seed(0)) * _GATE_SIZE
+    gates = [Gate(SILU)]
+    if all(isinstance(getattr(module, name, None), float | int) for name in ("limit", "alpha")):
+        gates.append(Gate(CLAMPED, float(module.limit), float(module.alpha)))
+    try:
+        found = module._apply_gate(y_SN)
+        return next((gate for gate in gates if torch.allclose(found, gated(y_SN, gate), rtol=1e-4)), None)
+    except Exception:  # of all kinds: this is foreign code, which may want another device
+        return None
+
+
 def compute(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the experts' outputs, weighted and summed in the order of experts_TK."""
     first = "gate_up_proj" if self.has_gate else "up_proj"
+    if (gate := getattr(self, "nibble_gate", None)) is not None:
+        matrices = _matrices(self, first), _matrices(self, "down_proj")
+        return experts.layer(x_TH, experts_TK, weights_TK, *matrices, Gate(*gate)).to(x_TH.dtype)
     y, places_S = experts.up(x_TH, experts_TK, *_matrices(self, first))
     y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
     y_SH = experts.down(y, experts_TK, *_matrices(self, "down_proj"))

@@ -37,6 +37,7 @@ from nibble.models.experts import serve_experts, set_packed_experts
 from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import Quantization
+from nibble.models.routers import serve_routers
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 PACKED_FOR = 8
@@ -452,6 +453,7 @@ def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
     else:
         merge_and_tune_linears(model)
         serve_experts(model)
+        serve_routers(model)
     if is_packed:
         prepare_quantized(model)
 

@@ -35,7 +35,11 @@ _library.impl("run", _run, "CompositeExplicitAutograd")
 
 
 def _recorded(
-    function: Any, *inputs: Tensor | None, batch: StateBatch | StateMetadata, state: LayerState, **options: Any
+    function: Any,
+    *inputs: Tensor | None,
+    batch: StateBatch | StateMetadata,
+    state: LayerState,
+    **options: Any,
 ) -> Tensor:
     if isinstance(batch, StateBatch):  # of the comparison at load
         result: Tensor = function(*inputs, state, batch, **options)
@@ -46,7 +50,9 @@ def _recorded(
     return out
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Any, batch: Any) -> Tensor:
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Any, batch: Any
+) -> Tensor:
     def conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Any, batch: Any) -> Tensor:
         return naive.causal_conv(x, weight, bias, activation, state, batch)
 

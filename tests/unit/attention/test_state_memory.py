@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from nibble.attention.planner import explain, state_memory
+from nibble.attention import backends
+from nibble.attention.planner import explain, state_memory, state_support
+from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.state_pool import StatePool
 from nibble.config import STATE_FORMATS, Config
 from nibble.errors import CapacityError, ConfigError
-from nibble.hardware import GIB, Hardware
+from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.kernels.state_formats import FORMATS
 from nibble.model_spec import NO_LAYER, LayerGroup, RecurrentGroup
 from planning import gqa, memory_plan, model_spec
@@ -96,6 +98,76 @@ def test_the_plan_says_what_a_state_weighs() -> None:
     said = explain.as_dict(cache, budget)["states"]
     assert said["tokens"] == budget.states.bytes_per_slot // budget.bytes_per_token > 0
     assert cache.fingerprint != resolve(replace(config, state_format="fp32"), MODEL, CPU).fingerprint
+
+
+def test_the_plan_says_how_many_requests_fit() -> None:
+    config = Config(model="m", kv_memory="2GiB", state_format="int8", max_running=64)
+    cache, budget = resolve(config, MODEL, CPU), plan(state_format="int8", max_running=64)
+    assert budget.states and budget.fitting == {2048: 64}, "the model's context is shorter than 16K"
+    assert "requests at a time, with pages: 64 of 2,048 tokens" in explain.as_text(cache, budget)
+    assert explain.as_dict(cache, budget)["states"]["fitting"] == {"2048": 64}
+    short = plan(kv_memory="256MiB", max_running=64)
+    pages = -(-2048 * short.pages // short.tokens)
+    assert short.states and short.fitting[2048] == min(short.states.requests, short.pages // pages)
+
+
+H200 = lookup_gpu("h200")
+
+
+def test_small_states_and_a_small_cache_serve_more_requests() -> None:
+    """In the same memory on a GPU, with an exact window and buffered inputs: what both are for."""
+    model = replace(
+        model_spec(
+            LayerGroup("full", "mha", gqa(256, 2), tuple(range(3, 48, 4)), 16),
+            owner=tuple(i if i % 4 == 3 else NO_LAYER for i in range(48)),
+            context=32768,
+            weights=40 * GIB,
+        ),
+        states=(replace(LINEAR, layers=tuple(i for i in range(48) if i % 4 != 3)),),
+    )
+
+    def most(tokens: int, **options: Any) -> int:
+        """Requests of so many tokens, with as many slots as are needed."""
+        count = 0
+        for step in (64, 16, 4, 1):
+            while True:
+                config = Config(model="m", kv_memory="40GiB", max_running=count + step, **options)
+                budget = memory_plan(config, model, H200, resolve(config, model, H200))
+                if budget.fitting[tokens] < count + step:
+                    break
+                count += step
+        return count
+
+    for tokens, least in ((2048, 2.4), (16384, 3.1)):
+        plain = most(tokens, kv_format="bf16", state_format="fp32")
+        for state_format in ("int8", "fp8"):
+            small = most(tokens, kv_format="nvfp4", state_format=state_format)
+            assert small >= least * plain, f"{small} requests of {tokens} tokens, {plain} of a plain cache"
+
+
+def test_what_cannot_compute_states_is_refused() -> None:
+    old = replace(H200, name="t4", arch=75)
+    with pytest.raises(ConfigError, match=r"run on GPUs from SM80 on, and this one has SM75: --device cpu"):
+        resolve(Config(model="m"), MODEL, old)
+    table = dict(backends.all_backends())
+    table["triton"] = replace(table["triton"], adapter=None, missing="the package triton: pip install triton")
+    with pytest.raises(ConfigError, match="on a GPU need the package triton: pip install triton; or --device cpu"):
+        resolve(Config(model="m"), MODEL, H200, table)
+    resolve(Config(model="m"), MODEL, CPU, table)
+
+
+def test_the_ledger_knows_rules_and_formats() -> None:
+    def missing(*entries: LedgerEntry, format: str = "int8") -> dict[str, str]:
+        return state_support.untested(MODEL.states, format, H200, entries)
+
+    entries = [
+        LedgerEntry(*state_support.key(LINEAR, phase, "int8", 90), gpu="H200", date="2026-11-25")
+        for phase in state_support.PHASES
+    ]
+    assert missing() == {"delta": "prefill, extend, decode"}
+    assert missing(*entries) == {} and missing(*entries[:2]) == {"delta": "decode"}
+    assert missing(*entries, format="fp8") == missing()
+    assert not state_support.untested(MODEL.states, "int8", CPU, ())
 
 
 def test_a_rule_for_layers_without_kv_is_refused() -> None:

@@ -143,10 +143,43 @@ def test_two_go_on_from_one_snapshot():
     assert books.check_snapshots(TEXT[:16])
 
 
-def test_long_prompts_keep_snapshots_on_their_way():
-    books = Books(StateSlots(12, 4, interval=2))
+WINDOWS = pytest.mark.parametrize("window", [None, ExactWindow(4, 3, 90, 40)], ids=["plain", "windowed"])
+"""Snapshots of exact copies are kept where those of states are: one is of no use without the other."""
+
+
+@WINDOWS
+def test_long_prompts_keep_snapshots_on_their_way(window):
+    books = Books(StateSlots(12, 4, interval=2), window=window)
     books.store(TEXT[:33])
     assert [books.open([*TEXT[:n], 1]).computed for n in (8, 23, 24)] == [8, 16, 24]
+
+
+@WINDOWS
+def test_where_one_branches_off_all_others_do(window):
+    """A system prompt: the second one computes it again for its states, and all that follow find them."""
+    books = Books(window=window)
+    starts = []
+    for number in range(4):
+        one = books.open([*TEXT[:20], *range(1000 * number, 1000 * number + 20)])
+        starts.append(one.computed)
+        books.compute(one, 40)
+        books.manager.release(one.lease)
+        books.check()
+    assert starts == [0, 0, 20, 20]
+
+
+@WINDOWS
+def test_who_waits_for_a_prefix_leaves_no_snapshot_at_each_page(window):
+    """Its pages come one after another; only the last boundary is where it branches."""
+    books = Books(window=window)
+    leader, follower = books.open(TEXT[:33]), books.open([*TEXT[:24], 7, 8])
+    books.compute(leader, 4)
+    books.snapshots.clear()
+    for end in range(8, 32, 4):
+        books.compute(leader, end)
+        books.manager.advance(follower.lease, follower.tokens)
+    kept = [boundary for boundary in follower.lease.state_boundaries if boundary * SIZE <= 24]
+    assert kept == [6]
 
 
 def test_a_lease_is_sure_of_a_slot():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_ingredients(folder: Path) -> None:
     # Recall is of BF16's own: 62.5 of 75 % on average, 75 % and 100 % at each length.
     assert cells[5:] == ["4.32", "+0.47%", "0.0031", "98.0%", "83.3%", "75.0%", "100.0%"]
     assert docs_quality.fill(text, folder) == text
+
+
+def test_states_have_a_column_where_there_are_any(folder: Path) -> None:
+    results = (replace(BASE, state_format="fp32"), replace(WINDOWED, state_format="int8"))
+    (folder / "quality.json").write_text(json.dumps(replace(REPORT, results=results).as_dict()))
+    lines = docs_quality.fill(block("ingredients"), folder).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert rows[0][4] == "states" and [row[4] for row in rows[2:]] == ["fp32", "int8"]
+    assert rows[3][5] == "7,471,104" and len(rows[3]) == len(rows[0])
 
 
 def test_cells_by_hand_stay(folder: Path) -> None:

@@ -16,7 +16,7 @@ from nibble.evals import certify as certifying
 from nibble.evals.certify import as_markdown, certify
 from nibble.evals.report import Sizes
 from nibble.evals.run import evaluate
-from tiny import save_tiny
+from tiny import QWEN3_NEXT, save_tiny
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(40))
 SMALL = Sizes(
@@ -43,6 +43,26 @@ def test_a_start_finds_what_was_certified(model: Path, written: Certificate) -> 
         assert llm.certificate == Certificate.read(written.path) == written
     with LLM(str(model), kv_format="nvfp4", kv_scales="one") as llm:
         assert llm.certificate is None
+
+
+def test_states_are_certified_against_exact_ones(tmp_path: Path) -> None:
+    """Also where K and V are stored as they are: then states alone are certified."""
+    folder = save_tiny(tmp_path / "hybrid", "qwen3_next", **QWEN3_NEXT)
+    (folder / "heldout.txt").write_text(TEXT)
+    of, sizes = (
+        Config(model=str(folder), kv_format="fp32", state_format="fp8"),
+        replace(SMALL, recall_cases=0),
+    )
+    found = certify(of, sizes)
+    assert found.figures.kl > 0 and found.figures.bytes_per_token == found.figures.yardstick_bytes
+    assert found.subject.options["state_format"] == "fp8" and "--state-format=fp8" in found.command
+    bound = f"kl={found.figures.kl}"
+    with LLM(
+        **{"model": of.model, "kv_format": "fp32", "state_format": "fp8", "require_quality": bound}
+    ) as llm:
+        assert llm.certificate == found
+    with pytest.raises(ConfigError, match="of state_format fp8, and here it is int8"):
+        LLM(str(folder), kv_format="fp32", state_format="int8", require_quality=bound)
 
 
 def test_figures_are_those_of_an_evaluation(model: Path, written: Certificate) -> None:

@@ -25,7 +25,7 @@ from nibble.evals.recall import RecallCase
 from nibble.evals.report import SCHEMA, Entry, Report, Sizes, parse_entries, write_plot
 from nibble.evals.run import default_entries, evaluate
 from planning import DEEPSEEK_V32, QWEN3_8B
-from tiny import save_tiny
+from tiny import QWEN3_NEXT, save_tiny
 
 TEXT = "".join(
     f"def function_{i}(x, y={i * 7 % 13}):\n    return x + {i * i} * y  # {i}\n\n" for i in range(160)
@@ -336,10 +336,33 @@ def test_malformed_options_of_one_scheme(text: str, message: str) -> None:
 
 def test_a_yardstick_has_no_options_of_other_caches() -> None:
     base = Config(model="m", kv_layers="0=fp8_e4m3", kv_memory="1GiB", hisparse="on,host_format=nvfp4_ds_mla")
+    base = replace(base, state_format="int8")
     found = Entry.parse("bf16").alone(base)
+    assert (
+        found.state_format == "fp32"
+        and Entry.parse("bf16:state_format=fp8").alone(base).state_format == "fp8"
+    )
     assert (found.kv_format, found.kv_layers, found.hisparse, found.kv_memory) == ("bf16", "", "on", "1GiB")
     same = Entry.parse("bf16").alone(replace(base, hisparse="on,buffer=4096"))
     assert same.hisparse == "on,buffer=4096"
+
+
+def test_states_are_measured_against_exact_ones(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, family="qwen3_next", **QWEN3_NEXT)
+    sizes = replace(SMALL, recall_cases=0)
+    names = ("fp32:state_format=fp8", "fp32:state_format=int8")
+    found = evaluate(Config(model=model, kv_window=0), names, sizes).results
+    assert [result.state_format for result in found] == ["fp32", "fp8", "int8"]
+    assert found[0].kl == 0 < found[2].kl < found[1].kl
+    assert (
+        found[0].request_bytes > found[2].request_bytes
+        and found[0].bytes_per_token == found[1].bytes_per_token
+    )
+    # What the command says of states is of what it names, and never of the yardstick.
+    other = evaluate(Config(model=model, kv_window=0, state_format="int8"), ("fp32", "nvfp4"), sizes).results
+    assert [result.state_format for result in other] == ["fp32", "int8", "int8"]
+    assert [result.name for result in other] == ["fp32", "fp32:state_format=int8", "nvfp4:state_format=int8"]
+    assert other[1].kl == found[2].kl and other[0].perplexity == found[0].perplexity
 
 
 def test_schemes_with_options_are_measured_apart(model: str) -> None:

@@ -237,6 +237,8 @@ def executed(ptx: str, registers: dict[str, int]) -> dict[str, int]:
             result = x[0] << x[1] if name == "shl.b32" else x[0] >> x[1]
         elif name == "and.b32":
             result = x[0] & x[1]
+        elif name == "mul.lo.u32":
+            result = x[0] * x[1]
         elif name == "lop3.b32":
             assert x[3] == 0xEA
             result = x[0] & x[1] | x[2]

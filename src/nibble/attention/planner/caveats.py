@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from nibble.attention.planner import evidence
+from nibble.attention.planner import evidence, state_support
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.support import BackendInfo
 from nibble.hardware import Hardware
@@ -20,16 +20,19 @@ EXTRA = "pip install '.[gpu]'"
 
 def untested(plan: Plan, hardware: Hardware) -> Iterator[str]:
     """Yield the chosen backends that never passed their tests on such a GPU, with their phases."""
-    verified = {entry.key for entry in evidence.read_ledger(evidence.shipped_ledger())}
+    ledger = evidence.read_ledger(evidence.shipped_ledger())
+    verified = {entry.key for entry in ledger}
     phases: dict[str, dict[str, None]] = {}
     for group in plan.groups:
         for route in group.routes:
             if (*_need(plan, group, route), hardware.arch) not in verified:
                 phases.setdefault(route.backend, {})[str(route.phase)] = None
-    if phases:
+    names = [f"{name} ({', '.join(entries)})" for name, entries in phases.items()]
+    states = state_support.untested(plan.states, plan.state_format, hardware, ledger)
+    names += [f"recurrent layers of {rule} in {plan.state_format} ({missing})" for rule, missing in states.items()]
+    if names:
         where = "a CPU" if hardware.is_cpu else f"SM{hardware.arch}"
-        names = ", ".join(f"{name} ({', '.join(entries)})" for name, entries in phases.items())
-        yield f"declared, never run on {where}: {names}"
+        yield f"declared, never run on {where}: {', '.join(names)}"
 
 
 def _need(plan: Plan, group: GroupPlan, route: Route) -> tuple[str, str, str, str]:

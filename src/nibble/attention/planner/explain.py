@@ -236,7 +236,7 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "exact": window_memory.as_dict(plan, budget.exact, budget.context)
         if budget and budget.exact
         else None,
-        "states": state_memory.as_dict(budget.states, budget.bytes_per_token)
+        "states": state_memory.as_dict(budget.states, budget.bytes_per_token, budget.fitting)
         if budget and budget.states
         else None,
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
@@ -403,7 +403,7 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     if budget.exact:
         yield from window_memory.as_lines(plan, budget.exact, budget.context)
     if budget.states:
-        yield from state_memory.as_lines(budget.states, budget.bytes_per_token)
+        yield from state_memory.as_lines(budget.states, budget.bytes_per_token, budget.fitting)
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"

@@ -54,6 +54,8 @@ INDEXER_SCORE_BYTES = 64 << 20
 """Scores that an indexer holds while it chooses tokens."""
 TOPK_COPIES = 4
 """int32 lists of chosen tokens alive at once: positions and slots, of the layer at hand and the one before."""
+CONTEXTS = (2048, 16384)
+"""Tokens of requests that a plan says how many fit of."""
 ACTIVATION_WIDTHS = 24
 """Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
 the MLP's two or three of four widths each, with room for an MLP of eight."""
@@ -135,6 +137,16 @@ class MemoryPlan:
         return self.pool + sum(part.bytes for part in (self.exact, self.states) if part)
 
     @property
+    def fitting(self) -> dict[int, int]:
+        """How many requests run at a time by their tokens, of some lengths up to the longest: pages may end first."""
+        most, page_size = self.requests or self.max_decodes, self.tokens // max(self.pages, 1)
+        return {
+            tokens: min(most, self.pages // cdiv(tokens, page_size))
+            for tokens in CONTEXTS
+            if page_size and tokens <= self.context
+        }
+
+    @property
     def workspace(self) -> int:
         """Everything beside weights and pages that is planned."""
         return self.staging + self.activations + self.runtime + self.tables + self.tier
@@ -188,6 +200,8 @@ class StepMemory:
     def activation_bytes(self) -> int:
         """What one step computes: ACTIVATION_WIDTHS hidden sizes a token, and float32 logits of sampled rows."""
         hidden = self.step_tokens * self.model.hidden_size * self.value_bytes * ACTIVATION_WIDTHS
+        # Layers run one after the other, so the memory of the largest serves all.
+        hidden = max(hidden, state_memory.step_bytes(self.model, self.step_tokens, self.value_bytes))
         return hidden + self.max_sampled * self.model.vocab_size * 4 * LOGIT_COPIES
 
     @property

@@ -17,7 +17,7 @@ from functools import partial
 
 from nibble import formats
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import defaults, explain, options, refusal, suggestion, support
+from nibble.attention.planner import defaults, explain, options, refusal, state_support, suggestion, support
 from nibble.attention.planner.defaults import BEST, Defaults
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Options, PlanRequest
@@ -203,6 +203,8 @@ def _made_slow(plan: Plan, without: Plan) -> Iterator[str]:
 def _resolve_as_it_is(request: PlanRequest) -> Plan:
     """Return the plan with the window that the request has."""
     parts, window = request.parts, request.window
+    if reason := state_support.refusal(request.model_spec, request.hardware, request.backends):
+        raise ConfigError(reason)
     _check_sparse(request, parts)
     choices = _choices(request, parts)
     # All groups and phases read the same pages.

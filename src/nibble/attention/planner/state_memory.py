@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ SNAPSHOT_SHARE = 0.15
 """Part of the cache's memory for snapshots of prefixes."""
 SPARE_SLOTS = 1
 """Slots that are no request's: of prompts at the start, and of texts that are scored."""
+STEP_COPIES = 2
+"""Copies of a recurrent layer's values that are alive at once: projected and convolved, or gated and normed."""
+SCAN_TOKENS = 64
+"""Tokens after which a scan over a long prompt keeps a matrix of each head, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +86,24 @@ def least_bytes(model: ModelSpec, spec: CacheSpec, dtype: str) -> int:
     )
 
 
-def as_dict(states: StateMemory, bytes_per_token: int) -> dict[str, Any]:
-    """Return all of it, and how many stored tokens a request's states weigh."""
-    return asdict(states) | {"bytes": states.bytes, "tokens": states.bytes_per_slot // bytes_per_token}
+def step_bytes(model: ModelSpec, tokens: int, value_bytes: int) -> int:
+    """Return what the widest recurrent layer computes in a step: STEP_COPIES of all of a token's values in the compute
+    dtype and in float32, and the matrices of scans between blocks of SCAN_TOKENS tokens."""
+    widths = [
+        group.conv_channels + 2 * group.key_heads * group.columns + 2 * group.heads * group.rows
+        for group in model.states
+    ]
+    scans = max((4 * group.values // SCAN_TOKENS for group in model.states), default=0)
+    return tokens * (max(widths, default=0) * STEP_COPIES * (value_bytes + 4) + scans)
 
 
-def as_lines(states: StateMemory, bytes_per_token: int) -> Iterator[str]:
+def as_dict(states: StateMemory, bytes_per_token: int, fitting: Mapping[int, int]) -> dict[str, Any]:
+    """Return all of it, how many stored tokens a request's states weigh, and how many requests fit, by their tokens."""
+    weight = {"bytes": states.bytes, "tokens": states.bytes_per_slot // bytes_per_token}
+    return asdict(states) | weight | {"fitting": {str(tokens): count for tokens, count in fitting.items()}}
+
+
+def as_lines(states: StateMemory, bytes_per_token: int, fitting: Mapping[int, int]) -> Iterator[str]:
     """Yield what states take, for people."""
     yield (
         f"recurrent states {format_bytes(states.bytes)} in {states.format}: {states.requests:,} requests at a time, "
@@ -95,3 +111,6 @@ def as_lines(states: StateMemory, bytes_per_token: int) -> Iterator[str]:
     )
     tokens = states.bytes_per_slot // bytes_per_token
     yield f"  a request's: {format_bytes(states.bytes_per_slot)}, as much as {tokens:,} tokens of the cache"
+    if fitting:
+        counts = ", ".join(f"{count:,} of {tokens:,} tokens" for tokens, count in fitting.items())
+        yield f"  requests at a time, with pages: {counts}"

@@ -6,6 +6,9 @@ kernels/invariant. Rows come back in an order that up() chooses, so that nothing
 waits for the device. Matrices that are kept packed (matrices.py) have kernels of their own for both; without a GPU the
 definition multiplies.
 
+layer() is both products with what stands between and behind them, where the gate is one that kernels know (gate.py): a
+few tokens take two launches or three.
+
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
 """
@@ -19,6 +22,8 @@ from torch import Tensor
 
 from nibble.kernels import invariant, triton_present
 from nibble.kernels.experts import cuda, naive
+from nibble.kernels.experts.gate import Gate
+from nibble.kernels.experts.gate import gated as naive_gated
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import WeightFormat
 
@@ -64,6 +69,43 @@ def down(x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN:
     return y_SN
 
 
+def layer(
+    x_TI: Tensor, experts_TK: Tensor, weights_TK: Tensor, up: tuple[Tensor | Packed, Tensor | None],
+    down: tuple[Tensor | Packed, Tensor | None], gate: Gate,
+) -> Tensor:  # fmt: skip
+    """Compute a layer of experts.
+
+    Args:
+        x_TI: Tokens.
+        experts_TK: Their experts. E and more are none.
+        weights_TK: What their experts' outputs are multiplied with, before these are summed up.
+        up: First matrices [E, 2 N, I], and biases.
+        down: Second matrices [E, I, N], and biases.
+        gate: What becomes of the outputs of the first.
+
+    Returns:
+        [T, I] in the dtype of x.
+    """
+    matrices = [part for weight, bias in (up, down) for part in (*_parts(weight), bias)]
+    facts = [_facts(weight) for weight, _ in (up, down)]
+    y_TI: Tensor = torch.ops.nibble.experts_layer(
+        x_TI, experts_TK, weights_TK, *matrices, *facts, gate.kind, gate.limit, gate.factor
+    )
+    return y_TI
+
+
+def _parts(weight: Tensor | Packed) -> tuple[Tensor | None, ...]:
+    return (
+        (weight, None, None)
+        if isinstance(weight, Tensor)
+        else (weight.codes, weight.scale, weight.global_scale)
+    )
+
+
+def _facts(weight: Tensor | Packed) -> str:
+    return "" if isinstance(weight, Tensor) else ",".join(map(str, weight.facts))
+
+
 def _operators(weight: Tensor | Packed) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Return the operators of both products, and what they are given of a weight."""
     ops = torch.ops.nibble
@@ -94,6 +136,40 @@ def _down(x: Tensor, experts: Tensor, bias: Tensor | None, weight: Tensor | Pack
     if isinstance(weight, PackedExperts):
         return _many_packed(x, None, 1, ends_E, weight, bias)
     return _grouped(x, experts, order_S, ends_E, weight, bias)
+
+
+def _layer(
+    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor | PackedExperts, up_bias: Tensor | None,
+    down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
+) -> Tensor:  # fmt: skip
+    first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
+    if first and second and _is_few(x, experts, up) and cuda.serves(x, experts, first, up_bias):
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, ahead=second)
+        if cuda.serves(y_SN, experts, second, down_bias):
+            if cuda.combines(experts, x):
+                return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
+            y_SN = cuda.few_product(y_SN, experts, second, down_bias)
+            return _combined(y_SN, None, experts, weights, second.shape[0])
+        return _combined(_down(y_SN, experts, down_bias, down), None, experts, weights, second.shape[0])
+    y_SN, places_S = _up(x, experts, up_bias, up)
+    y_SN = _down(_gated(y_SN, gate), experts, down_bias, down)
+    return _combined(y_SN, places_S, experts, weights, down.shape[0])
+
+
+def _gated(y_SN: Tensor, gate: Gate) -> Tensor:
+    if not _has_kernels(y_SN):
+        return naive_gated(y_SN, gate)
+    from nibble.kernels.experts import combine
+
+    return combine.gated(y_SN, gate)
+
+
+def _combined(y_SN: Tensor, places_S: Tensor | None, experts: Tensor, weights: Tensor, count: int) -> Tensor:
+    if not _has_kernels(y_SN):
+        return naive.combined(y_SN, places_S, experts, weights, count)
+    from nibble.kernels.experts import combine
+
+    return combine.combined(y_SN, places_S, experts, weights, count)
 
 
 def _is_few(x: Tensor, experts: Tensor, weight: Tensor | PackedExperts) -> bool:
@@ -158,6 +234,23 @@ def _packed_down(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) 
     return _down(x, experts, bias, _packed(*weight))
 
 
+def _experts_layer(x: Tensor, experts: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
+    up, down = _joined(arguments[:3], arguments[8]), _joined(arguments[4:7], arguments[9])
+    return _layer(x, experts, weights, up, arguments[3], down, arguments[7], Gate(*arguments[10:]))
+
+
+def _joined(parts: tuple[Any, ...], facts: str) -> Tensor | PackedExperts:
+    if not facts:
+        weight: Tensor = parts[0]
+        return weight
+    kind, group, *names = facts.split(",")
+    return _packed(*parts, kind, int(group), *names)
+
+
+def _layer_shape(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _up_shape(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> tuple[Tensor, Tensor]:
     return _down_shape(x, experts, bias, *weight), experts.new_empty(experts.numel(), dtype=torch.int64)
 
@@ -171,11 +264,17 @@ _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live a
 _ARGUMENTS = "Tensor x, Tensor experts, Tensor? bias, Tensor weight"
 _FORMAT = "str kind, int group, str scales, str dtype, str rounded"
 _PACKED_ARGUMENTS = f"{_ARGUMENTS}, Tensor scale, Tensor? global_scale, {_FORMAT}"
+_MATRICES = ", ".join(
+    f"Tensor {name}, Tensor? {name}_scale, Tensor? {name}_global, Tensor? {name}_bias"
+    for name in ("up", "down")
+)
+_LAYER_ARGUMENTS = f"Tensor x, Tensor experts, Tensor weights, {_MATRICES}, str up_facts, str down_facts, str gate, float limit, float factor"  # fmt: skip # noqa: E501
 for _name, _arguments, _result, _implement, _shape in (
     ("experts_up", _ARGUMENTS, "(Tensor, Tensor)", _up, _up_shape),
     ("experts_down", _ARGUMENTS, "Tensor", _down, _down_shape),
     ("packed_experts_up", _PACKED_ARGUMENTS, "(Tensor, Tensor)", _packed_up, _up_shape),
     ("packed_experts_down", _PACKED_ARGUMENTS, "Tensor", _packed_down, _down_shape),
+    ("experts_layer", _LAYER_ARGUMENTS, "Tensor", _experts_layer, _layer_shape),
 ):
     _library.define(f"{_name}({_arguments}) -> {_result}")
     _library.impl(_name, _implement, "CompositeExplicitAutograd")

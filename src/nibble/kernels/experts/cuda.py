@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.kernels import cdiv, gpu_of, import_problem
+from nibble.kernels import SM90, cdiv, gpu_of, import_problem
+from nibble.kernels.experts.gate import CLAMPED, SILU, Gate
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.weight_formats import WeightFormat
 
 SOURCE = Path(__file__).with_name("few.cu")
 FIRST_ARCH = 80
-CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2}
+CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2, "bfloat16": 3}
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
 COLUMNS = (8, 16)
 """Tokens of an expert that are multiplied at a time."""
@@ -35,6 +36,22 @@ RESERVED = 1 << 10
 """Bytes of shared memory that a block takes beside what it asks for, at most."""
 LANES = 4
 """Lanes among which a step's inputs are split, 16 bytes of codes each."""
+GATES = {"": 0, SILU: 1, CLAMPED: 2}
+MOST_COMBINED = 8
+"""Choices of a single token whose outputs blocks of a cluster sum up, at most."""
+PLAIN = WeightFormat("bfloat16")
+"""The format of matrices that are not packed."""
+PLAIN_TOKENS = 64
+"""Tokens up to which the kernel is faster with plain matrices than triton.py."""
+
+
+def matrices_of(weight: Tensor | PackedExperts, tokens: int) -> PackedExperts | None:
+    """Return matrices as the kernel takes them, plain ones as codes that are values; None where it is not faster."""
+    if isinstance(weight, PackedExperts):
+        return weight
+    if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or tokens > PLAIN_TOKENS:
+        return None
+    return PackedExperts(PLAIN, weight.view(torch.int16), weight, weight.dtype)
 
 
 def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
@@ -42,15 +59,16 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
     if not x.is_cuda or not _has_driver():
         return False
     format, gpu, (experts, outputs, inputs) = matrices.format, gpu_of(x.device), matrices.shape
-    tile = tile_of(format, (experts, outputs), len(experts_TK), experts_TK.numel())
+    tile = _tile(x, experts_TK, matrices)
     return (
         gpu.arch >= FIRST_ARCH
         and x.dtype == matrices.dtype == torch.bfloat16
         and (bias_EN is None or (bias_EN.dtype == x.dtype and bias_EN.stride(1) == 1))
         and scales_fit(format)
         and row_fits(format, inputs)
-        and outputs % ROWS[0] == 0
-        and shared_bytes(format, tile, experts_TK.numel(), experts) + RESERVED <= gpu.memory
+        and outputs % tile.rows == 0
+        and shared_bytes(Use(format, tile, is_one=True), inputs, experts_TK.numel(), experts) + RESERVED
+        <= gpu.memory
     )
 
 
@@ -61,7 +79,8 @@ def row_fits(format: WeightFormat, inputs: int) -> bool:
 
 def scales_fit(format: WeightFormat) -> bool:
     """Return whether scales are of single inputs' codes, or of all that are multiplied in a step."""
-    return bool(format.scales) or format.group % (LANES * 128 // format.bits) == 0
+    is_step = format.group % (LANES * 128 // format.bits) == 0
+    return format == PLAIN or bool(format.scales) or is_step
 
 
 @cache
@@ -87,28 +106,59 @@ class Tile:
     """Of a processor, at most."""
     stages: int = 2
     """Steps that are copied at a time."""
+    prefetches: bool = False
+    """Whether codes of the next product are brought to the L2 cache."""
 
 
-def tile_of(format: WeightFormat, shape: tuple[int, int], tokens: int, choices: int) -> Tile:
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a launch is for."""
+
+    format: WeightFormat
+    tile: Tile
+    gate: str = ""
+    is_one: bool = False
+    """Whether blocks have one row of x, of a single token."""
+    combine: int = 0
+    """Choices whose outputs are summed up; 0 where they are not."""
+
+
+def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bool) -> Tile:
     """Choose the tile: of codes that take longer to unpack than to read, as wide as can be.
 
     Args:
-        format: Of the matrices.
-        shape: Experts, and outputs of each.
+        matrices: Of the experts.
         tokens: How many there are.
         choices: Experts that they chose, in all.
+        is_second: Whether each choice has a row.
     """
-    experts, outputs = shape
-    is_wide = format.bits == 4 and outputs % ROWS[-1] == 0
+    (experts, outputs, inputs), bits = matrices.shape, matrices.format.bits
+    if tokens == 1:
+        # All that a warp reads is on its way at a time.
+        steps = cdiv(cdiv(inputs * bits, LANES * 128), WARPS)
+        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, min(steps + 1, 4 if is_second else 9))
+    is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
 
-def shared_bytes(format: WeightFormat, tile: Tile, choices: int, experts: int) -> int:
+def _tile(x: Tensor, experts_TK: Tensor, matrices: PackedExperts) -> Tile:
+    tokens = len(experts_TK)
+    return tile_of(matrices, tokens, experts_TK.numel(), is_second=len(x) != tokens)
+
+
+def combines(experts_TK: Tensor, x: Tensor) -> bool:
+    """Return whether few_product() weights and sums up the outputs of a single token's experts."""
+    tokens, top_k = experts_TK.shape
+    return tokens == 1 and top_k <= MOST_COMBINED and gpu_of(x.device).arch == SM90
+
+
+def shared_bytes(use: Use, inputs: int, choices: int, experts: int) -> int:
     """Return a block's dynamic shared memory: stages, sums, five numbers of a choice and one of an expert."""
-    own, piece = tile.rows // 8, 128 // format.bits
-    scales = own * (cdiv(piece, format.group) if format.scales else 2)
-    stages = tile.stages * WARPS * 512 * (own + cdiv(scales, 16))
-    return stages + 4 * WARPS * tile.columns * (tile.rows + 4) + 20 * choices + 4 * experts
+    tile, own, piece = use.tile, use.tile.rows // 8, 128 // use.format.bits
+    scales = own * (cdiv(piece, use.format.group) if use.format.scales else 2)
+    stages = tile.stages * WARPS * 512 * (own + (use.format != PLAIN) * cdiv(scales, 16))
+    sums = 4 * (WARPS // 2 * tile.columns * (tile.rows + 4) + use.combine * tile.rows)
+    return stages + sums + 2 * inputs * use.is_one + 20 * choices + 4 * experts
 
 
 def resident_blocks(memory: int, shared: int, tile: Tile) -> int:
@@ -116,10 +166,14 @@ def resident_blocks(memory: int, shared: int, tile: Tile) -> int:
     return max(min(memory // (shared + RESERVED), tile.blocks), 1)
 
 
-def macros(format: WeightFormat, tile: Tile) -> dict[str, int]:
+def macros(use: Use) -> dict[str, int]:
     """Return the macros of few.cu."""
-    names = {"CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group}
-    return {**names, "COLUMNS": tile.columns, "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages}
+    format, tile = use.format, use.tile
+    return {
+        "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group, "COLUMNS": tile.columns,
+        "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
+        "COMBINE": use.combine,
+    }  # fmt: skip
 
 
 @cache
@@ -131,7 +185,8 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
-    places_S: Tensor | None = None, tile: Tile | None = None,
+    places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
+    ahead: PackedExperts | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -142,32 +197,45 @@ def few_product(
         matrices: What serves() accepts.
         bias_EN: Added to each row, if there is one.
         places_S: Int64: it receives which row of the result each choice has.
+        gate: What becomes of outputs, if anything.
+        weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
+        ahead: What the next product multiplies with.
         tile: Another tile than the fastest.
 
     Raises:
         BackendError: The driver refuses the launch.
     """
-    from nibble.kernels.nvrtc import INT, POINTER
+    from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER
 
     (tokens, top_k), (experts, outputs, inputs) = experts_TK.shape, matrices.shape
     choices, gpu = tokens * top_k, gpu_of(x.device)
-    out_SN = x.new_empty(choices, outputs)
+    is_combined = weights_TK is not None
+    out_SN = x.new_empty(tokens if is_combined else choices, outputs // 2 if gate else outputs)
     if not choices:
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     is_each, is_early = len(x) != tokens, len(x) != tokens and experts_TK.is_contiguous()
-    tile = tile or tile_of(matrices.format, (experts, outputs), tokens, choices)
-    most, settings = gpu.memory - RESERVED, tuple(macros(matrices.format, tile).items())
-    kernel = _kernel(gpu.arch, x.device.index or 0, most, settings)
-    tensors = (x, experts_TK.contiguous(), matrices.codes, matrices.scale, matrices.global_scale, bias_EN, out_SN,
-               places_S)  # fmt: skip
+    tile = tile or _tile(x, experts_TK, matrices)
+    use = Use(matrices.format, tile, gate.kind if gate else "", tokens == 1 and (is_combined or not is_each),
+              top_k if is_combined else 0)  # fmt: skip
+    ahead = ahead if tile.prefetches and tokens == 1 else None
+    kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
+    tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
+               out_SN, places_S, ahead.codes if ahead else None)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     sizes = (choices, top_k, experts, outputs, inputs, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early))  # fmt: skip
-    shared = shared_bytes(matrices.format, tile, choices, experts)
-    resident = gpu.processors * resident_blocks(gpu.memory, shared, tile)
-    blocks = min(choices * (outputs // tile.rows), resident)
-    types = (POINTER,) * len(pointers) + (INT,) * len(sizes)
-    kernel.launch(blocks, 32 * WARPS, shared, types, (*pointers, *sizes), starts_early=True)
+             int(is_each), int(is_early), int(is_combined and weights_TK.dtype == torch.float32))  # fmt: skip
+    values = (
+        *pointers,
+        ahead.codes[0].nbytes if ahead else 0,
+        *sizes,
+        *((gate.limit, gate.factor) if gate else (0.0, 1.0)),
+    )
+    types = (*(POINTER,) * len(pointers), LONG, *(INT,) * len(sizes), FLOAT, FLOAT)
+    shared = shared_bytes(use, inputs, choices, experts)
+    blocks = choices * (outputs // tile.rows)
+    if not is_combined:
+        blocks = min(blocks, gpu.processors * resident_blocks(gpu.memory, shared, tile))
+    kernel.launch(blocks, 32 * WARPS, shared, types, values, starts_early=True)
     return out_SN

@@ -26,8 +26,8 @@ E2M1_PTX = tl.constexpr(
     _REGISTERS + _PRODUCT + "and.b32 a, $4, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z; "
     "shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $1, a, $5, z; "
     "shl.b32 a, $4, 6; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $2, a, $5, z; "
-    "shl.b32 a, $4, 1; and.b32 a, a, 0x80008000; shr.b32 b, $4, 3; lop3.b32 a, b, 0x01800180, a, 0xEA; "
-    "shr.b32 b, $4, 7; lop3.b32 a, b, 0x00400040, a, 0xEA; fma.rn.bf16x2 $3, a, $5, z; }"
+    "shr.b32 a, $4, 8; and.b32 a, a, 0x006C006C; mul.lo.u32 a, a, 0x421; and.b32 a, a, 0x81C081C0; "
+    "fma.rn.bf16x2 $3, a, $5, z; }"
 )
 UINT4_PTX = tl.constexpr(
     # 128 + code, of which 136 is taken away.
@@ -89,7 +89,7 @@ def unpack(codes_NW, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
         )
     elif CODES == "e2m1":
         x, f = codes_NW.to(tl.int32), factor.to(tl.float32)
-        last = (x << 1) & 0x8000 | (x >> 3) & 0x180 | (x >> 7) & 0x40
+        last = ((x >> 8) & 0x6C) * 0x421 & 0x81C0
         parts = (
             (_float(x & 0x81C0) * f).to(DTYPE),
             (_float((x << 3) & 0x81C0) * f).to(DTYPE),

@@ -1,16 +1,22 @@
 // Products of a few tokens with the packed matrices of the experts that they chose (matrices.py), at the speed of memory.
 //
 // Compiled at run time, with these macros:
-//   CODES    0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8
+//   CODES    0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8, 3: bfloat16, without scales
 //   SCALES   of groups; 0: bfloat16, 1: E4M3 beside a float32 for each output, 2: E8M0
 //   GROUP    inputs of a group; 0: a row is one
 //   COLUMNS  tokens of an expert that are multiplied at a time: 8 or 16
 //   ROWS     outputs that a block multiplies at a time: 32 or 64
 //   WARPS    warps of a block
 //   STAGES   steps that are copied at a time
+//   GATE     what becomes of outputs; 0: nothing, 1: silu(first half) * second half, 2: of each two neighbours the first
+//            is clamped from above, the second on both sides, and a * sigmoid(factor * a) * (b + 1) is left
+//   ONE      whether all choices are those of a single token, with one row of x for a block
+//   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
+//            and summed up, in order
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
-// weights are read while it ends. From SM80 on.
+// weights are read while it ends. ahead: codes of each expert that the next kernel will read, which are brought to the
+// L2 cache. From SM80 on, clusters from SM90 on.
 //
 // A block finds out who chose what, then takes one tile after another: ROWS outputs of an expert, and its tokens. Its
 // warps share the inputs. A product does not depend on the order of its inputs, if it is the same on both sides: so of
@@ -22,11 +28,13 @@
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments. A lane has the OWN outputs from OWN * g on.
 
 #include "bits.cuh"
+#include "cluster.cuh"
 
 constexpr int THREADS = 32 * WARPS, TILES = COLUMNS / 8, OWN = ROWS / 8;
-constexpr int BITS = CODES == 0 ? 8 : 4, PARTS = 16 / BITS;  // codes of a word
+constexpr int BITS = CODES == 0 ? 8 : CODES == 3 ? 16 : 4, PARTS = 16 / BITS;  // codes of a word
 constexpr int PIECE = 128 / BITS;                            // inputs of 16 bytes of codes
 constexpr int RUN = GROUP == 16 ? 4 : 8;                     // inputs that follow one another in words
+constexpr bool IS_PLAIN = CODES == 3;                        // codes are values
 constexpr bool OF_CODES = SCALES != 0;                       // scales multiply codes
 constexpr bool OF_STEP = !OF_CODES && GROUP != 0;            // scales multiply the sums of a step
 constexpr int GROUPS = OF_CODES && GROUP < PIECE ? PIECE / GROUP : 1;     // of a lane's inputs
@@ -39,9 +47,11 @@ constexpr bool SCALES_X = CODES == 0 && !OF_CODES;
 constexpr float UNDO = SCALES_X ? 0x1p60f : SCALES == 1 ? 0x1p9f : 1;
 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
-constexpr int VECTORS = OWN + (GROUPS * SCALE_BYTES + 15) / 16, STAGE_BYTES = VECTORS * 512;
+constexpr int VECTORS = OWN + (IS_PLAIN ? 0 : (GROUPS * SCALE_BYTES + 15) / 16), STAGE_BYTES = VECTORS * 512;
 constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
+constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
+constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
 
 template <int BYTES>
 DEVICE void copy_async(u8* to, const u8* from, bool is_there) {
@@ -67,11 +77,13 @@ DEVICE void unpack(u32* pair, u32 words, u32 factor) {
 #if CODES == 0
   pair[0] = ((words << 8) & 0x80008000) | ((words << 4) & 0x07F007F0);
   pair[1] = (words & 0x80008000) | ((words >> 4) & 0x07F007F0);
+#elif CODES == 3
+  pair[0] = words;
 #elif CODES == 1
   pair[0] = words & 0x81C081C0;
   pair[1] = (words << 3) & 0x81C081C0;
   pair[2] = (words << 6) & 0x81C081C0;
-  pair[3] = ((words << 1) & 0x80008000) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040);
+  pair[3] = (((words >> 8) & 0x006C006C) * 0x421) & 0x81C081C0;
 #else
   for (int i = 0; i < 4; i++) {  // 128 + code, of which 136 is taken away
     pair[i] = fma_bf16x2(((words >> (4 * i)) & 0x000F000F) | 0x43004300, 0x3F803F80, 0xC308C308);
@@ -97,6 +109,19 @@ DEVICE u32 factor_of(u32 scales, int i) {
 DEVICE constexpr int input_of(int part, int r) { return 2 * r / RUN * (RUN * PARTS) + part * RUN + 2 * r % RUN; }
 
 DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+
+DEVICE float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
+
+// What the gate leaves of two outputs. Comparisons let NaN through.
+DEVICE float gated(float a, float b, float limit, float factor) {
+#if GATE == 2
+  a = a > limit ? limit : a;
+  b = b > limit ? limit : b < -limit ? -limit : b;
+  return a * sigmoid(factor * a) * (b + 1);
+#else
+  return a * sigmoid(a) * b;
+#endif
+}
 
 // Some choices of an expert.
 struct Share {
@@ -159,15 +184,33 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
   return choices;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 2 ? 12 / WARPS : 8 / WARPS)
-    few(const u16* x, const long long* chosen, const u8* codes, const u8* scales, const float* global_scale,
-        const u16* bias, u16* out, long long* places, int choices, int top_k, int experts, int outputs, int inputs,
-        int x_stride, int bias_stride, int is_each, int is_early) {
+DEVICE void prefetch(const u8* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" :: "l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+#if COMBINE
+#define CLUSTERED __cluster_dims__(COMBINE, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
+    few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
+        const float* global_scale, const u16* bias, u16* out, long long* places, const u8* ahead, u64 ahead_bytes,
+        int choices, int top_k, int experts, int outputs, int inputs, int x_stride, int bias_stride, int is_each,
+        int is_early, int is_float, float limit, float factor) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
-  Share* const shares = (Share*)(sums + WARPS * COLUMNS * SUM_FLOATS);
+  float* const parts = sums + HALF * COLUMNS * SUM_FLOATS;  // of a cluster's blocks
+  u16* const x_one = (u16*)(parts + COMBINE * ROWS);        // the row of x
+  Share* const shares = (Share*)(x_one + (ONE ? inputs : 0));
   int* const list = (int*)(shares + choices);
+#if COMBINE
+  cluster_arrive();
+#endif
   if (!is_early) wait_for_inputs();
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
@@ -179,6 +222,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
   const u64 width = (u64)pieces * 16;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
 
+  // Tiles of a share follow one another, but those of a cluster are of different shares.
+  auto share_of = [&](int tile) { return shares[COMBINE ? tile % (COMBINE ? COMBINE : 1) : tile / tiles]; };
+  auto number_of = [&](int tile) { return COMBINE ? tile / (COMBINE ? COMBINE : 1) : tile % tiles; };
+  // The output at a place of a tile.
+  auto output_of = [&](int number, int place) {
+    if (GATE != 1) return number * ROWS + place;
+    return number * (ROWS / 2) + place + (place < ROWS / 2 ? 0 : outputs / 2 - ROWS / 2);
+  };
+
   // Where a warp is: a step of a tile.
   struct Cursor {
     int tile, step;
@@ -186,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
   };
   auto enter = [&](Cursor& at) {
     if (at.tile >= stop) return;
-    const u64 row = (u64)shares[at.tile / tiles].expert * outputs;
-    const int first = at.tile % tiles * ROWS + OWN * g;
+    const u64 row = (u64)share_of(at.tile).expert * outputs;
+    const int first = output_of(number_of(at.tile), OWN * g);
     at.codes = codes + (row + first) * width;
     at.scales = scales + (row * (GROUP ? inputs / (GROUP ? GROUP : 1) : 1) + first) * (SCALE_BYTES / OWN);
   };
@@ -202,32 +254,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
 #pragma unroll
     for (int i = 0; i < OWN; i++) copy_async<16>(stage + i * 512, at.codes + i * width + piece * 16, is_there);
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) {
+    for (int i = 0; i < (IS_PLAIN ? 0 : GROUPS); i++) {
       const u64 group = GROUP ? piece * PIECE / (GROUP ? GROUP : 1) + i : 0;
       const u8* from = at.scales + group * outputs * (SCALE_BYTES / OWN);
       copy_async<SCALE_BYTES>(stage + OWN * 512 + i * SCALE_BYTES, from, is_there);
     }
   };
   const bool works = begin < end;
-  Cursor ahead{(int)blockIdx.x, begin};
-  enter(ahead);
+  Cursor ahead_at{(int)blockIdx.x, begin};
+  enter(ahead_at);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
-    if (works && ahead.tile < stop) copy(ahead, stages + i * STAGE_BYTES), advance(ahead);
+    if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  if (ahead && threadIdx.x == 0) {
+    for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
+      const u64 from = ahead_bytes / 16 * number_of(tile) / tiles, to = ahead_bytes / 16 * (number_of(tile) + 1) / tiles;
+      prefetch(ahead + share_of(tile).expert * ahead_bytes + from * 16, u32(to - from) * 16);
+    }
+  }
   if (is_early) wait_for_inputs();
+  if (ONE) {
+    const u16* const row = x + (u64)(COMBINE ? blockIdx.x % (COMBINE ? COMBINE : 1) : 0) * x_stride;
+    for (int i = begin * 4 * PIECE + lane * 8; i < min(end * 4 * PIECE, inputs); i += 256) {
+      *(uint4*)(x_one + i) = *(const uint4*)(row + i);
+    }
+    __syncwarp();
+  }
 
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
-    const Share share = shares[tile / tiles];
+    const Share share = share_of(tile);
     const u16* x_lane[TILES];
     bool is_live[TILES];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       is_live[t] = 8 * t + g < share.count;
       const int choice = list[share.first + (is_live[t] ? 8 * t + g : 0)];
-      x_lane[t] = x + (u64)(is_each ? choice : choice / top_k) * x_stride + c * PIECE;
+      x_lane[t] = (ONE ? x_one : x + (u64)(is_each ? choice : choice / top_k) * x_stride) + c * PIECE;
     }
     uint4 next[TILES][VECTORS_OF_X];
     auto load_x = [&](int step) {
@@ -245,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
 #pragma unroll 1
     for (int step = begin; step < end; step++, place = place + 1 == STAGES ? 0 : place + 1) {
       asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-      if (ahead.tile < stop) {
-        copy(ahead, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead);
+      if (ahead_at.tile < stop) {
+        copy(ahead_at, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead_at);
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
       u32 x_now[TILES][PIECE / 2];
@@ -261,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
       if (step + 1 < end) load_x(step + 1);
       const u8* const stage = stages + place * STAGE_BYTES;
       u32 scale[4];
-      *(uint4*)scale = *(const uint4*)(stage + OWN * 512);
+      if (!IS_PLAIN) *(uint4*)scale = *(const uint4*)(stage + OWN * 512);
 #pragma unroll
       for (int m = 0; m < OWN / 2; m++) {
         const uint4 low = *(const uint4*)(stage + 2 * m * 512), high = *(const uint4*)(stage + (2 * m + 1) * 512);
@@ -299,31 +364,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 8 || STAGES == 
       }
     }
 
-    // --- add up
-    __syncthreads();  // the sums before have been read
+    // --- add up: warps of the second half leave their sums to those of the first
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
+    for (int half = 1; half >= 0; half--) {
+      __syncthreads();  // the sums before have been read
+      if (warp / HALF != half) continue;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float* const to = sums + (warp * COLUMNS + 8 * t + 2 * c + e) * SUM_FLOATS + OWN * g;
+      for (int t = 0; t < TILES; t++) {
+        if (8 * t >= share.count) break;
 #pragma unroll
-        for (int m = 0; m < OWN / 2; m += 2) {
-          *(float4*)(to + 2 * m) = make_float4(acc[m][t][e], acc[m][t][e + 2], acc[m + 1][t][e], acc[m + 1][t][e + 2]);
+        for (int e = 0; e < 2; e++) {
+          float* const to = sums + (warp % HALF * COLUMNS + 8 * t + 2 * c + e) * SUM_FLOATS + OWN * g;
+#pragma unroll
+          for (int m = 0; m < OWN / 2; m += 2) {
+            float4 sum = make_float4(acc[m][t][e], acc[m][t][e + 2], acc[m + 1][t][e], acc[m + 1][t][e + 2]);
+            if (half == 0) {
+              const float4 other = *(const float4*)(to + 2 * m);
+              sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+            }
+            *(float4*)(to + 2 * m) = sum;
+          }
         }
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < share.count * ROWS; i += THREADS) {
-      const int token = i / ROWS, output = tile % tiles * ROWS + i % ROWS;
+
+    // --- write
+    auto value = [&](int token, int at) {
       float sum = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + i % ROWS];
+      for (int w = 0; w < HALF; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + at];
+      const int output = output_of(number_of(tile), at);
       const u64 row = (u64)share.expert * outputs + output;
-      if (!OF_CODES && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
+      if (!OF_CODES && !IS_PLAIN && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
       sum *= UNDO;
       if (SCALES == 1) sum *= global_scale[row];
-      if (bias) sum += from_bf16(bias[(u64)share.expert * bias_stride + output]);
-      out[(u64)list[share.first + token] * outputs + output] = u16(pack_bf16(sum, 0));
+      return bias ? sum + from_bf16(bias[(u64)share.expert * bias_stride + output]) : sum;
+    };
+#if COMBINE
+    const int rank = blockIdx.x % COMBINE;
+    cluster_wait();  // all blocks have begun
+    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+      const float weight = is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
+      const float y = share.count ? value(0, r) * weight : 0;
+      store_in_block(parts + rank * ROWS + r, __float_as_uint(y), 0);
     }
+    cluster_arrive(), cluster_wait();
+    for (int r = threadIdx.x; rank == 0 && r < ROWS; r += THREADS) {
+      float sum = 0;
+      for (int i = 0; i < COMBINE; i++) sum += parts[i * ROWS + r];
+      out[number_of(tile) * ROWS + r] = u16(pack_bf16(sum, 0));
+    }
+#else
+    for (int i = threadIdx.x; i < share.count * RESULTS; i += THREADS) {
+      const int token = i / RESULTS, r = i % RESULTS;
+      float y = value(token, GATE == 2 ? 2 * r : r);
+      if (GATE) y = gated(y, value(token, GATE == 2 ? 2 * r + 1 : r + ROWS / 2), limit, factor);
+      const u64 choice = list[share.first + token];
+      out[choice * (outputs / ROWS * RESULTS) + number_of(tile) * RESULTS + r] = u16(pack_bf16(y, 0));
+    }
+#endif
   }
 }

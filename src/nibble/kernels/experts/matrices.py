@@ -9,10 +9,11 @@ scales of their own format are exact, and scales in the compute dtype multiply s
 
 A word's codes go to different tiles of the tensor cores' operands, so words stay in their registers as they are
 unpacked. Codes of E2M1 are spread over their word so that one shift and one mask make bfloat16 values of three of them
-(times 2^-126), in both words of a register:
+(times 2^-126), in both words of a register. The bits of the fourth come to their places by a product, (word >> 8 &
+0x6C) * 0x421, of which one mask keeps them:
 
     bits of a word   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0      s sign, e exponent, m mantissa
-    code             0s 3s 3m 1s 3e 3e 2s 0e 0e 0m 1e 1e 1m 2e 2e 2m
+    code             0s 3m 3s 1s 3e 3e 2s 0e 0e 0m 1e 1e 1m 2e 2e 2m
 
 Shape suffixes: E experts, N outputs, K inputs, G groups of inputs, W words of a row.
 """
@@ -34,7 +35,7 @@ TENSORS = ("codes", "scale", "global_scale")
 """Fields that lie on the device."""
 MAX_EXPONENT = 128
 """Largest E8M0 code whose products with codes are made in bfloat16."""
-_SPREAD = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9), (1, 13)))
+_SPREAD = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 10), (6, 9), (1, 14)))
 """Of the four E2M1 codes of a word: which of their bits are moved up by how much."""
 
 

@@ -45,6 +45,23 @@ def _matrix(weight_ENI: Tensor | PackedExperts, expert: int) -> Tensor:
     return weight_ENI[expert].float()
 
 
+def combined(
+    y_SN: Tensor, places_S: Tensor | None, experts_TK: Tensor, weights_TK: Tensor, experts: int
+) -> Tensor:
+    """Weight and sum up the rows of each token -> [T, N], in float32 and in the order of experts_TK.
+
+    Args:
+        y_SN: Rows, of choices of no expert anything.
+        places_S: Which row each choice has; None where they are in the order of choices.
+        experts_TK: The experts that tokens chose.
+        weights_TK: Their weights.
+        experts: How many there are.
+    """
+    y_TKN = (y_SN if places_S is None else y_SN[places_S]).view(*experts_TK.shape, -1).float()
+    y_TKN = y_TKN.where((experts_TK < experts).unsqueeze(-1), 0)
+    return (y_TKN * weights_TK.unsqueeze(-1).float()).sum(1).to(y_SN.dtype)
+
+
 def order(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort choices by their experts.
 

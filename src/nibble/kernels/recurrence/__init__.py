@@ -30,18 +30,22 @@ W taps of a convolution, S slots, P places of a block or of a convolution's inpu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import TypeGuard
 
 from torch import Tensor
 
+from nibble.kernels import triton_present
 from nibble.kernels.recurrence import naive
 from nibble.kernels.recurrence.formats import layer_state
-from nibble.kernels.recurrence.types import LayerState, StateBatch
+from nibble.kernels.recurrence.types import LayerState, StateBatch, StateMetadata
 from nibble.kernels.state_formats import BLOCK
 
 __all__ = [
     "BLOCK",
     "LayerState",
     "StateBatch",
+    "StateMetadata",
     "causal_conv",
     "copy_slots",
     "layer_state",
@@ -56,7 +60,7 @@ def causal_conv(
     bias_C: Tensor | None,
     activation: str | None,
     state: LayerState,
-    batch: StateBatch,
+    batch: StateBatch | StateMetadata,
 ) -> Tensor:
     """Convolve each channel over the inputs up to the present one, those before position 0 being zero.
 
@@ -81,8 +85,11 @@ def causal_conv(
             f"inputs {list(x_TC.shape)}, taps {list(weight_CW.shape)} and stored inputs "
             f"{list(state.inputs_SPC.shape)} must have the same channels"
         )
-    _check_rows(x_TC, batch)
-    return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+    if _has_kernels(batch, x_TC):
+        from nibble.kernels.recurrence import conv
+
+        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+    return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, _on_host(x_TC, batch))
 
 
 def recurrence(
@@ -92,7 +99,7 @@ def recurrence(
     log_decay: Tensor,
     beta_TH: Tensor | None,
     state: LayerState,
-    batch: StateBatch,
+    batch: StateBatch | StateMetadata,
     *,
     delta: bool,
 ) -> Tensor:
@@ -108,7 +115,7 @@ def recurrence(
         log_decay: Logarithms of decays, finite: float32 [T, H], or [T, H, K] with one for each column.
         beta_TH: Learning rates, or steps of time; None: 1.
         state: The layer's slots, which are updated.
-        batch: The requests.
+        batch: The requests. Of StateMetadata nothing is checked, and nothing is read on the host.
         delta: Whether updates are by the delta rule.
 
     Returns:
@@ -134,8 +141,11 @@ def recurrence(
         raise ValueError(
             f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
         )
-    _check_rows(v_THV, batch)
-    return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta)
+    if _has_kernels(batch, v_THV):
+        rule = _matrix_rule(batch)
+        return rule.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta)
+    host = _on_host(v_THV, batch)
+    return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
 
 
 def selective(
@@ -145,7 +155,7 @@ def selective(
     B_TK: Tensor,
     C_TK: Tensor,
     state: LayerState,
-    batch: StateBatch,
+    batch: StateBatch | StateMetadata,
 ) -> Tensor:
     """Scan as Mamba 1 does, every entry of the matrix with a decay of its own.
 
@@ -173,8 +183,11 @@ def selective(
             f"inputs {list(x_TC.shape)}, steps {list(dt_TC.shape)} and A {list(A_CK.shape)} do not fit matrices "
             f"{list(state.planes[0].shape)}"
         )
-    _check_rows(x_TC, batch)
-    return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, batch)
+    if _has_kernels(batch, x_TC):
+        from nibble.kernels.recurrence import selective as fast
+
+        return fast.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, batch)
+    return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, _on_host(x_TC, batch))
 
 
 def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -190,9 +203,29 @@ def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Se
     """
     if len(sources) != len(targets) or len(set(targets)) < len(targets):
         raise ValueError(f"slots {list(sources)} cannot be copied to {list(targets)}: one target for each")
-    naive.copy_slots(layers, sources, targets)
+    if sources and layers and layers[0].inputs_SPC.is_cuda and triton_present():
+        from nibble.kernels.recurrence import copies
+
+        copies.copy_slots(layers, sources, targets)
+    else:
+        naive.copy_slots(layers, sources, targets)
 
 
-def _check_rows(x: Tensor, batch: StateBatch) -> None:
-    if sum(batch.lengths) > len(x):
-        raise ValueError(f"a step of {sum(batch.lengths)} tokens has {len(x)} rows")
+def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[StateMetadata]:
+    return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
+
+
+def _matrix_rule(batch: StateMetadata) -> ModuleType:
+    """Return the kernels for a step: the same for all of them where results are to be invariant."""
+    from nibble.kernels.recurrence import decode
+    from nibble.kernels.recurrence import triton as any_cut
+
+    return decode if any_cut.is_one_token(batch) and not batch.invariant else any_cut
+
+
+def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:
+    """Return what naive.py reads of a step; of one for a GPU this waits for the device."""
+    host = batch if isinstance(batch, StateBatch) else batch.on_host()
+    if sum(host.lengths) > len(x):
+        raise ValueError(f"a step of {sum(host.lengths)} tokens has {len(x)} rows")
+    return host

@@ -63,8 +63,8 @@ class StateBatch:
 class StateMetadata:
     """The same of a step on a GPU, in tensors that kernels read, so that a recorded step may find others there.
 
-    Tokens of the requests are rows of the layers' inputs, one request after the other. A matrix is where the last step
-    has left it: at the last multiple of BLOCK up to the request's first token.
+    Tokens of the requests are rows of the layers' inputs, one request after the other. Nothing of it is checked: the
+    host does not know what the tensors hold.
     """
 
     slots_B: Tensor
@@ -77,14 +77,21 @@ class StateMetadata:
     """Most tokens of a request that there may be; 1: a step of decodes."""
     settled_B: Tensor | None = None
     """int32, leading ones of its tokens that no later step takes back; None: all."""
+    states_at_B: Tensor | None = None
+    """int32, the position at which its slot has the matrix, as in StateBatch; None: the last multiple of BLOCK up to
+    its first token, where steps without drafts leave it."""
+    invariant: bool = False
+    """Whether a token's result is to have the same bits in every cut and company (--deterministic)."""
 
     def on_host(self) -> StateBatch:
         """Return the same for naive.py, without padding; waits for the device."""
         slots, starts, ends = (x.tolist() for x in (self.slots_B, self.starts_B, self.cu_seqlens_B1))
         lengths = [stop - first for first, stop in pairwise(ends)]
         settled = lengths if self.settled_B is None else self.settled_B.tolist()
-        rows = (row for row in zip(slots, starts, lengths, settled, strict=True) if row[0] >= 0)
-        live = tuple((slot, at, n, at // BLOCK * BLOCK, kept) for slot, at, n, kept in rows)
+        at = [start // BLOCK * BLOCK for start in starts]
+        states_at = at if self.states_at_B is None else self.states_at_B.tolist()
+        rows = zip(slots, starts, lengths, states_at, settled, strict=True)
+        live = [row for row in rows if row[0] >= 0]
         return StateBatch(*zip(*live, strict=True)) if live else StateBatch((), (), (), (), ())
 
 

@@ -1,0 +1,103 @@
+"""Copies of whole slots in Triton: all tensors of all layers in one launch.
+
+Shape suffixes: N tensors, I items of a tile. Names in capitals are constants of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels import cdiv
+from nibble.kernels.recurrence import naive
+from nibble.kernels.recurrence.types import LayerState
+from nibble.kernels.transfer import to_device
+
+ITEMS = 4096
+"""Items that a program copies."""
+UNITS = {16: torch.int32, 1: torch.uint8}
+"""What items are, by what the bytes of a slot must be a multiple of."""
+
+Pair = tuple[int, int]
+"""A slot and the one that gets what is in it."""
+
+
+@triton.jit
+def copy_kernel(table, pairs, N, UNIT: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    """Copy a part of a tensor's slot. Grid: parts, pairs, tensors.
+
+    table: Of each tensor its address, the items of a slot, and those from one slot to the next.
+    """
+    tensor, pair = tl.program_id(2), tl.program_id(1)
+    items = tl.load(table + N + tensor)
+    i = tl.program_id(0).to(tl.int64) * I + tl.arange(0, I)
+    if tl.program_id(0) * I < items:
+        address, stride = tl.load(table + tensor), tl.load(table + 2 * N + tensor)
+        source, target = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
+        slots = tl.multiple_of(address, 16).to(tl.pointer_type(UNIT))
+        if tl.int32 == UNIT:
+            stride = tl.multiple_of(stride, 4)
+        item_I = tl.load(slots + source * stride + i, mask=i < items)
+        tl.store(slots + target * stride + i, item_I, mask=i < items)
+
+
+def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy whole slots, as they are before any is written; see the package."""
+    pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
+    tensors = [
+        tensor
+        for layer in layers
+        for tensor in (*layer.planes, layer.keys_SPGK, layer.updates_SPHV, layer.decays, layer.inputs_SPC)
+        if tensor[:1].numel()
+    ]
+    if not pairs or not tensors:
+        return
+    waves = list(_waves(pairs))
+    if sum(map(len, waves)) < len(pairs):  # they go round in a circle
+        naive.copy_slots(layers, sources, targets)
+        return
+    bytes_of = [(tensor, tensor[0].numel() * tensor.itemsize) for tensor in tensors]
+    for unit in UNITS:
+        chosen = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
+        if chosen:
+            _copy(chosen, unit, waves)
+
+
+def _waves(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield pairs that can be copied at once, in an order in which each slot is read before it is written."""
+    left = list(pairs)
+    while left:
+        # What another pair still reads is not written yet.
+        read = [source for source, _ in left]
+        wave = [pair for pair in left if pair[1] not in read]
+        if not wave:
+            return
+        yield wave
+        left = [pair for pair in left if pair not in wave]
+
+
+def _unit(tensor: Tensor, size: int) -> int:
+    aligned = size % 16 == 0 and tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return 16 if aligned else 1
+
+
+def _copy(tensors: Sequence[tuple[Tensor, int]], unit: int, waves: Sequence[Sequence[Pair]]) -> None:
+    item = UNITS[unit].itemsize
+    table = [
+        *(tensor.data_ptr() for tensor, _ in tensors),
+        *(size // item for _, size in tensors),
+        *(tensor.stride(0) * tensor.itemsize // item for tensor, _ in tensors),
+    ]
+    flat = [slot for wave in waves for pair in wave for slot in pair]
+    sent = to_device((*table, *flat), torch.int64, tensors[0][0].device)
+    parts, first = cdiv(max(size // item for _, size in tensors), ITEMS), len(table)
+    kind = tl.int32 if unit == 16 else tl.uint8
+    for wave in waves:
+        copy_kernel[parts, len(wave), len(tensors)](
+            sent, sent[first:], len(tensors), UNIT=kind, I=ITEMS, num_warps=8
+        )
+        first += 2 * len(wave)

@@ -1,0 +1,275 @@
+"""A step of one token for each request in Triton: matrices are read once, and written where a token fills a block.
+
+A program has some rows of a head's matrix, which it reads by the new key and the new query at once. Memory sets the
+pace, so a thread has whole pieces of a row: tiles are [pieces, rows, columns of a piece], a piece being a line of the
+cache, so that sums over columns need few exchanges between threads.
+
+Shape suffixes: J places of a block, V rows of a tile, C pieces and W columns of a piece; D and E the same of keys.
+Names in capitals are constants of the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels import GPU, cdiv, gpu_of, next_power_of_2, state_formats
+from nibble.kernels.dependent_launch import LINE, launch_options, prefetch, wait_for_inputs
+from nibble.kernels.recurrence.tiles import (
+    BLOCK,
+    clear_rows,
+    contiguous_rows,
+    row_scale,
+    states_of,
+    to_codes,
+    tokens_of,
+)
+from nibble.kernels.recurrence.types import LayerState, StateMetadata
+
+MIN_ROWS = 8
+"""Fewest rows of a matrix in a program."""
+TILE_BYTES = 16 << 10
+"""Bytes of a matrix in a program, where there are enough of them."""
+PROGRAMS = 2
+"""Programs of a processor below which they get fewer rows each."""
+
+
+@triton.jit
+def _prefetch_matrix(
+    codes, slots, request, first, codes_stride_S, LINES: tl.constexpr, LINE_VALUES: tl.constexpr
+):
+    """Bring a program's part of a matrix into the L2 cache, before what the kernel in front writes can be read.
+
+    Should that be the slots, or the matrix itself, this brings in other lines or older ones, and nothing else.
+    """
+    # Past the L1 cache, which would keep what is not yet valid.
+    slot = tl.load(slots + request, cache_modifier=".cg")
+    if slot >= 0:
+        line = codes + slot.to(tl.int64) * codes_stride_S + first
+        prefetch(line + tl.arange(0, LINES) * LINE_VALUES)
+
+
+@triton.jit
+def _sum_columns(x_CRW):
+    """Sum over pieces and the columns of a piece -> [R]."""
+    return tl.sum(tl.sum(x_CRW, 0), 1)
+
+
+@triton.jit
+def _pieces(C: tl.constexpr, W: tl.constexpr):
+    """Return columns as [pieces, columns of a piece]."""
+    return (tl.arange(0, C) * W)[:, None] + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def _load_pieces(at, column_CW, K):
+    """Load a row of K values in pieces, as float32."""
+    return tl.load(at + column_CW, mask=column_CW < K, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "requests"])
+def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
+    q, k, v, log_decay, beta, codes, scales, keys, updates, kept, slots, starts, cu_seqlens, out, rows, requests,
+    q_stride_T, k_stride_T, v_stride_T, log_decay_stride_T, beta_stride_T,
+    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, kept_stride_S,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LINES: tl.constexpr, LINE_VALUES: tl.constexpr,
+    MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Read rows of a head's matrix for one token. Grid: tiles of rows, heads, requests."""
+    tile, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if LINES:
+        _prefetch_matrix(
+            codes, slots, request, (head * V + tile * VW) * K, codes_stride_S, LINES, LINE_VALUES
+        )
+    wait_for_inputs(PDL)
+    # --- which token and rows
+    slot, row, length, start = tokens_of(slots, starts, cu_seqlens, request)
+    v_V, j_J = tile * VW + tl.arange(0, VW), tl.arange(0, BLOCK)
+    keep_V = v_V < V
+    out_V = out + head * V + v_V
+    clear_rows(out_V, keep_V, tl.load(cu_seqlens + requests) + request, rows, requests, H * V)
+    if slot < 0:
+        clear_rows(out_V, keep_V, row, row + length, 1, H * V)
+    if (slot < 0) | (length == 0):
+        return
+    state_at, final = states_of(None, None, request, start, length)
+    stored, place, row = start - state_at, start % P, row.to(tl.int64)
+    key_head, stored_rows = head // (H // G), tl.where(state_at > 0, V, 0)
+    column_CW, column_DE = _pieces(C, W), _pieces(D, E)
+    # --- load
+    codes_CVW = codes + slot * codes_stride_S + (head * V + v_V)[None, :, None] * K + column_CW[:, None, :]
+    keep_CVW = keep_V[None, :, None] & (column_CW < K)[:, None, :]
+    codes_loaded = tl.load(codes_CVW, mask=keep_CVW & (v_V < stored_rows)[None, :, None], other=0.0)
+    keys, updates = keys + slot * keys_stride_S + key_head * K, updates + slot * updates_stride_S + head * V
+    block = place - stored
+    keys_DJE = keys + ((block + j_J) * (G * K))[None, :, None] + column_DE[:, None, :]
+    keep_DJE = (j_J < stored)[None, :, None] & (column_DE < K)[:, None, :]
+    key_DJE = tl.load(keys_DJE, mask=keep_DJE, other=0.0).to(tl.float32)
+    updates_JV = updates + ((block + j_J) * (H * V))[:, None] + v_V[None, :]
+    update_JV = tl.load(updates_JV, mask=(j_J < stored)[:, None] & keep_V[None, :], other=0.0).to(tl.float32)
+    q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
+    own_DE = tl.load(k + column_DE, mask=column_DE < K, other=0.0).to(keys.dtype.element_ty)
+    q_DE, k_DE = _load_pieces(q, column_DE, K), own_DE.to(tl.float32)
+    q_CW = _load_pieces(q, column_CW, K)
+    k_CW = _load_pieces(k, column_CW, K).to(keys.dtype.element_ty).to(tl.float32)
+    value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0).to(tl.float32)
+    # --- sums of log decays
+    if COLUMNS:
+        kept, log_decay = (
+            kept + slot * kept_stride_S + head * K,
+            log_decay + row * log_decay_stride_T + head * K,
+        )
+        before = kept + (place - 1) * (H * K)
+        sum_DE, sum_CW = (
+            _load_pieces(before, column_DE, tl.where(stored > 0, K, 0)) + _load_pieces(log_decay, column_DE, K),
+            _load_pieces(before, column_CW, tl.where(stored > 0, K, 0)) + _load_pieces(log_decay, column_CW, K),
+        )  # fmt: skip
+        kept_DJE = kept + ((block + j_J) * (H * K))[None, :, None] + column_DE[:, None, :]
+        fade_DJE = sum_DE[:, None, :] - tl.load(kept_DJE, mask=keep_DJE, other=0.0)
+        key_DJE *= tl.exp(tl.where(keep_DJE, fade_DJE, 0.0))
+        fade_CW = tl.exp(sum_CW)
+        q_CW, k_CW = q_CW * fade_CW, k_CW * fade_CW
+        fade = 1.0
+    else:
+        kept = kept + slot * kept_stride_S + head
+        new = tl.load(log_decay + row * log_decay_stride_T + head).to(tl.float32)
+        sum = tl.load(kept + (place - 1) * H, mask=stored > 0, other=0.0) + new
+        sum_J = tl.load(kept + (block + j_J) * H, mask=j_J < stored, other=0.0)
+        fade_J = tl.exp(tl.where(j_J < stored, sum - sum_J, 0.0))
+        fade = tl.exp(sum)
+    # --- read the matrix
+    matrix_CVW = codes_loaded.to(tl.float32)
+    scales_V = None
+    if MAX_CODE > 0:
+        scales_V = scales + slot * scales_stride_S + head * V + v_V
+        scale_V = tl.load(scales_V, mask=v_V < stored_rows, other=0.0)
+        fade_V = fade * scale_V
+    else:
+        fade_V = tl.full([VW], 1.0, tl.float32) * fade
+    out_read_V = _sum_columns(matrix_CVW * q_CW[:, None, :]) * fade_V
+    # --- read the block
+    q_weights_J = _sum_columns(key_DJE * q_DE[:, None, :])
+    if not COLUMNS:
+        q_weights_J *= fade_J
+    out_read_V += tl.sum(q_weights_J[:, None] * update_JV, 0)
+    new_V = value_V
+    if DELTA:
+        new_V -= _sum_columns(matrix_CVW * k_CW[:, None, :]) * fade_V
+        k_weights_J = _sum_columns(key_DJE * k_DE[:, None, :])
+        if not COLUMNS:
+            k_weights_J *= fade_J
+        new_V -= tl.sum(k_weights_J[:, None] * update_JV, 0)
+    if beta is not None:
+        new_V *= tl.load(beta + row * beta_stride_T + head).to(tl.float32)
+    rounded_V = new_V.to(updates.dtype.element_ty)
+    new_V = rounded_V.to(tl.float32)
+    own = tl.sum(tl.sum(q_DE * k_DE, 1), 0)
+    # --- store
+    tl.store(out_V + row * (H * V), (out_read_V + own * new_V).to(out.dtype.element_ty), mask=keep_V)
+    tl.store(updates + place * (H * V) + v_V, rounded_V, mask=keep_V)
+    # Of the programs that have the same key and sums, one stores them.
+    if tile == 0:
+        if head % (H // G) == 0:
+            tl.store(keys + place * (G * K) + column_DE, own_DE, mask=column_DE < K)
+        if COLUMNS:
+            tl.store(kept + place * (H * K) + column_DE, sum_DE, mask=column_DE < K)
+        else:
+            tl.store(kept + place * H, sum)
+    # --- bring the matrix forward
+    if final > state_at:
+        if MAX_CODE > 0:
+            matrix_CVW *= scale_V[None, :, None]
+        if COLUMNS:
+            matrix_CVW *= fade_CW[:, None, :]
+        else:
+            matrix_CVW *= fade
+        for j in range(0, BLOCK - 1):
+            at = block + j
+            key_CW = _load_pieces(keys + at * (G * K), column_CW, K)
+            past_V = tl.load(updates + at * (H * V) + v_V, mask=keep_V, other=0.0).to(tl.float32)
+            if COLUMNS:
+                key_CW *= tl.exp(sum_CW - _load_pieces(kept + at * (H * K), column_CW, K))
+            else:
+                key_CW *= tl.exp(sum - tl.load(kept + at * H))
+            matrix_CVW += past_V[None, :, None] * key_CW[:, None, :]
+        own_CW = _load_pieces(k, column_CW, K).to(keys.dtype.element_ty).to(tl.float32)
+        matrix_CVW += new_V[None, :, None] * own_CW[:, None, :]
+        scale_1V1 = None
+        if MAX_CODE > 0:
+            scale_V = row_scale(tl.max(tl.max(tl.abs(matrix_CVW), 0), 1), MAX_CODE)
+            scale_1V1 = scale_V[None, :, None]
+            tl.store(scales_V, scale_V, mask=keep_V)
+        tl.store(codes_CVW, to_codes(matrix_CVW, scale_1V1, codes.dtype.element_ty), mask=keep_CVW)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How decode_kernel is tiled."""
+
+    rows: int
+    warps: int
+
+
+def tile_of(rows: int, columns: int, itemsize: int, matrices: int, gpu: GPU) -> Tile:
+    """Choose the tile of a step.
+
+    Args:
+        rows: Of a matrix.
+        columns: Of it, padded to a power of two.
+        itemsize: Bytes of a value.
+        matrices: How many there are: heads of all requests.
+        gpu: Sizes of the GPU.
+    """
+    tile = min(next_power_of_2(rows), max(MIN_ROWS, TILE_BYTES // (columns * itemsize)))
+    while tile > MIN_ROWS and matrices * cdiv(rows, tile) < PROGRAMS * gpu.processors:
+        tile //= 2
+    return Tile(tile, 4)
+
+
+def recurrence(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateMetadata,
+    *,
+    delta: bool,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Update matrices by a key and a value of each request, and read them by queries -> [T, H, V]; see the package."""
+    requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
+    if not requests or not tokens:
+        return torch.zeros_like(v_THV)
+    out_THV = v_THV.new_empty(v_THV.shape)
+    q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
+    key_heads, columns = k_TGK.shape[1:]
+    codes, scales, keys = state.planes[0], state.planes[1] if len(state.planes) > 1 else None, state.keys_SPGK
+    gpu, width = gpu_of(v_THV.device), next_power_of_2(columns)
+    tile = tile or tile_of(dim, width, codes.itemsize, requests * heads, gpu)
+    pdl = launch_options(gpu)
+    piece, key_piece = (min(width, LINE // x.itemsize) for x in (codes, keys))
+    # Lines of a whole tile, where rows are whole lines.
+    line = LINE // codes.itemsize
+    lines = tile.rows * columns // line if pdl and dim % tile.rows == 0 and columns % line == 0 else 0
+    decode_kernel[cdiv(dim, tile.rows), heads, requests](
+        q_TGK, k_TGK, v_THV, log_decay, beta_TH, codes, scales, keys, state.updates_SPHV, state.decays,
+        batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, out_THV, tokens, requests,
+        q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), log_decay.stride(0),
+        beta_TH.stride(0) if beta_TH is not None else 0, codes.stride(0), scales.stride(0) if scales is not None else 0,
+        keys.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0),
+        H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
+        D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
+        MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=log_decay.dim() == 3, DELTA=delta,
+        PDL=bool(pdl), num_warps=tile.warps, **pdl,
+    )  # fmt: skip
+    return out_THV

@@ -1,0 +1,173 @@
+"""What kernels of recurrent layers share in Triton: which tokens a program has, codes of states, products, rows.
+
+Shape suffixes: R rows, X values of a row; those of a kernel are in its file. Names in capitals are constants.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels import cdiv, gpu_of, next_power_of_2, state_formats
+from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
+from nibble.kernels.recurrence.types import StateMetadata
+
+BLOCK = tl.constexpr(state_formats.BLOCK)
+MIN_SCALE = tl.constexpr(state_formats.MIN_SCALE)
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""Added to a float32 and subtracted again it leaves a whole number, rounded to nearest, ties to even."""
+ROW_VALUES = 1024
+"""Values of a row that a program has which only adds or stores them."""
+
+
+# ---- which tokens ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tokens_of(slots, starts, cu_seqlens, request):
+    """Return a request's slot, the row of its first token, its tokens, and the position of the first."""
+    slot = tl.load(slots + request).to(tl.int64)
+    first = tl.load(cu_seqlens + request)
+    return slot, first, tl.load(cu_seqlens + request + 1) - first, tl.load(starts + request)
+
+
+@triton.jit
+def states_of(states_at, settled, request, start, length):
+    """Return where a request's matrix is before the step, and where it is to be after it."""
+    state_at = start // BLOCK * BLOCK
+    if states_at is not None:
+        state_at = tl.load(states_at + request)
+    if settled is not None:
+        length = tl.load(settled + request)
+    return state_at, (start + length) // BLOCK * BLOCK
+
+
+@triton.jit
+def clear_rows(row_X, keep_X, first, last, step, stride):
+    """Write zeros to some rows of an output: those that no request has, or a request without a slot.
+
+    Args:
+        row_X: Pointers to values of row 0.
+        keep_X: Which of them there are.
+        first: The first row.
+        last: Where rows end.
+        step: From one row to the next.
+        stride: Between rows.
+    """
+    for row in range(first, last, step):
+        zero_X = tl.zeros(row_X.shape, row_X.dtype.element_ty)
+        tl.store(row_X + tl.cast(row, tl.int64) * stride, zero_X, mask=keep_X)
+
+
+# ---- codes of states -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decode_rows(codes_RX, scale_R):
+    """Return the values of codes; scale_R: of each row, None where there are none."""
+    x_RX = codes_RX.to(tl.float32)
+    if scale_R is not None:
+        x_RX *= scale_R[:, None]
+    return x_RX
+
+
+@triton.jit
+def row_scale(peak, MAX_CODE: tl.constexpr):
+    """Return the scale of rows whose largest magnitude is `peak`, as formats.py computes it."""
+    return tl.maximum(tl.div_rn(peak, tl.full(peak.shape, MAX_CODE, tl.float32)), MIN_SCALE)
+
+
+@triton.jit
+def to_codes(x, scale, DTYPE: tl.constexpr):
+    """Return the codes of values, rounded to nearest, ties to even; scale: of each, None where there are none."""
+    if scale is not None:
+        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    if tl.int8 == DTYPE:
+        x = (x + ROUND) - ROUND
+    return x.to(DTYPE)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def halves(x):
+    """Return float32 values as a sum of two in bfloat16."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def add_product(sum, a, b, FULL: tl.constexpr):
+    """Add the product of two matrices to `sum`; where a factor is float32, it counts with 16 bits at least.
+
+    FULL: Both are float32, and count with all their bits.
+    """
+    if FULL:
+        sum = tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision="tf32x3")
+    elif a.dtype == tl.bfloat16:
+        if b.dtype == tl.bfloat16:
+            sum = tl.dot(a, b, sum)
+        else:
+            b_high, b_low = halves(b)
+            sum = tl.dot(a, b_high, tl.dot(a, b_low, sum))
+    else:
+        a_high, a_low = halves(a)
+        if b.dtype == tl.bfloat16:
+            sum = tl.dot(a_high, b, tl.dot(a_low, b, sum))
+        else:
+            b_high, b_low = halves(b)
+            sum = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high, sum)))
+    return sum
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["columns"])
+def store_kernel(
+    rows, kept, slots, starts, cu_seqlens, settled, columns, row_stride, kept_stride_S,
+    P: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store what later steps read of the newest tokens, each at its place. Grid: tiles of X, tokens, requests.
+
+    It runs when all programs that read older tokens have ended.
+    """
+    wait_for_inputs(PDL)
+    slot, first, length, start = tokens_of(slots, starts, cu_seqlens, tl.program_id(2))
+    _, final = states_of(None, settled, tl.program_id(2), start, length)
+    position = tl.maximum(start, final) + tl.program_id(1)
+    if (slot >= 0) & (position < start + length):
+        x = tl.program_id(0) * X + tl.arange(0, X)
+        row = (first + position - start).to(tl.int64)
+        value_X = tl.load(rows + row * row_stride + x, mask=x < columns, other=0.0)
+        kept_X = kept + slot * kept_stride_S + position % P * columns + x
+        tl.store(kept_X, value_X.to(kept.dtype.element_ty), mask=x < columns)
+
+
+def store_rows(rows_TX: Tensor, kept_SPX: Tensor, batch: StateMetadata) -> None:
+    """Store rows of the step that later steps read, when nobody reads older ones any more.
+
+    Args:
+        rows_TX: In contiguous rows.
+        kept_SPX: Where they are kept, by position.
+        batch: The requests.
+    """
+    places, columns = kept_SPX.shape[1], kept_SPX[0, 0].numel()
+    width = min(ROW_VALUES, next_power_of_2(columns))
+    pdl = launch_options(gpu_of(kept_SPX.device))
+    store_kernel[cdiv(columns, width), min(places, batch.max_length), len(batch.slots_B)](
+        rows_TX, kept_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
+        rows_TX.stride(0), kept_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
+    )  # fmt: skip
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose rows may lie anywhere, but each in one piece."""
+    stride = 1
+    for dim in range(x.dim() - 1, 0, -1):
+        if x.shape[dim] > 1 and x.stride(dim) != stride:
+            return x.contiguous()
+        stride *= x.shape[dim]
+    return x

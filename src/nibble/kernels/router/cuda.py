@@ -1,0 +1,113 @@
+"""Routes in CUDA C++ (route.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nibble.kernels import MMA_ROWS, SM90, cdiv, gpu_of, import_problem
+
+SOURCE = Path(__file__).with_name("route.cu")
+WARPS, TOKENS = 16, 8
+"""Of a block, and of a cluster."""
+FEW_TOKENS = 64
+"""Up to so many are multiplied here, and more by a library."""
+MOST_BLOCKS, MOST_UNITS, UNIT = 8, 8, 32
+"""Blocks of a cluster at most, and units of inputs whose weights a warp has room for in registers."""
+MOST_CHOSEN = 32
+"""A lane keeps each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a matrix is spread."""
+
+    tiles: int
+    """Of 16 experts, of a block."""
+    cluster: int
+    """Blocks."""
+    units: int
+    """Of inputs, of a warp."""
+
+
+def shape_of(experts: int, inputs: int) -> Shape | None:
+    """Return how a matrix is spread over blocks; None where registers have no room for it."""
+    tiles = 1
+    while cdiv(experts, MMA_ROWS * tiles) > MOST_BLOCKS:
+        tiles *= 2
+    units = cdiv(cdiv(inputs, UNIT), WARPS // tiles) if tiles <= WARPS else MOST_UNITS + 1
+    return Shape(tiles, cdiv(experts, MMA_ROWS * tiles), units) if units <= MOST_UNITS else None
+
+
+def serves(weight_EI: Tensor, top_k: int) -> bool:
+    """Return whether the kernels choose among a router's experts."""
+    experts, inputs = weight_EI.shape
+    return (
+        weight_EI.is_cuda
+        and gpu_of(weight_EI.device).arch == SM90
+        and weight_EI.dtype == torch.bfloat16
+        and weight_EI.is_contiguous()
+        and inputs % 8 == 0
+        and 0 < top_k <= min(experts, MOST_CHOSEN)
+        and shape_of(experts, inputs) is not None
+        and _has_driver()
+    )
+
+
+@cache
+def _has_driver() -> bool:
+    return not import_problem("cuda.bindings")
+
+
+def macros(shape: Shape) -> dict[str, int]:
+    """Return the macros of route.cu."""
+    return {"TILES": shape.tiles, "CLUSTER": shape.cluster, "UNITS": shape.units}
+
+
+@cache
+def _kernel(name: str, arch: int, device: int, shape: Shape) -> Any:
+    from nibble.kernels.nvrtc import Kernel, cubin
+
+    return Kernel(cubin(SOURCE, arch, macros(shape)), name, 0)
+
+
+def route(
+    x_TI: Tensor, weight_EI: Tensor, bias_E: Tensor | None, top_k: int, is_normalized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts as naive.route() does, with a matrix that serves() accepts.
+
+    Raises:
+        BackendError: The driver refuses the launch.
+    """
+    from nibble.kernels.nvrtc import INT, POINTER
+
+    tokens, (experts, inputs) = len(x_TI), weight_EI.shape
+    is_few = tokens <= FEW_TOKENS
+    logits_TE = x_TI.new_empty(tokens, experts) if is_few else F.linear(x_TI, weight_EI, bias_E)
+    weights_TK = x_TI.new_empty(tokens, top_k)
+    experts_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TI.device)
+    results = logits_TE, weights_TK, experts_TK
+    if not tokens:
+        return results
+    shape = shape_of(experts, inputs)
+    assert shape
+    tensors: tuple[Tensor | None, ...] = results
+    sizes: tuple[int, ...] = tokens, experts, top_k, int(is_normalized)
+    name, blocks, threads = "choose_of_logits", cdiv(tokens, TOKENS), 32 * TOKENS
+    if is_few:
+        if x_TI.stride(1) != 1 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16:
+            x_TI = x_TI.clone(memory_format=torch.contiguous_format)
+        tensors = (x_TI, weight_EI, bias_E, *results)
+        sizes = tokens, experts, inputs, x_TI.stride(0), top_k, int(is_normalized)
+        name, blocks, threads = "route", blocks * shape.cluster, 32 * WARPS
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    types = (POINTER,) * len(pointers) + (INT,) * len(sizes)
+    kernel = _kernel(name, gpu_of(x_TI.device).arch, x_TI.device.index or 0, shape)
+    kernel.launch(blocks, threads, 0, types, (*pointers, *sizes), starts_early=True)
+    return results
