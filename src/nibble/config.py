@@ -25,10 +25,8 @@ EXACT_STATES = "fp32"
 """The one that keeps them as the model computes them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
-MAX_WINDOW = 4096
-"""Most tokens of an exact window."""
-MAX_SINKS = 1024
-"""Most first tokens that all queries read exactly."""
+MAX_WINDOW, MAX_SINKS = 4096, 1024
+"""Most tokens of an exact window, and most first tokens that all queries read exactly."""
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0: dividing logits by it would overflow."""
 _FLOAT32_MAX = 3.4028234663852886e38

@@ -12,6 +12,7 @@ from test_speculative import engine as small_engine
 
 from bits import preempting
 from nibble import LLM, SamplingParams
+from nibble.engine.speculation_plan import room
 from nibble.errors import CapacityError, ConfigError
 from tiny import save_model, save_tiny
 
@@ -100,7 +101,7 @@ def test_memory_is_shared(tiny: Path, small: Path) -> None:
     assert abs(main.tokens - draft.pages * runner.plan.page_size) < 0.1 * main.tokens, (
         "room for the same tokens"
     )
-    used = main.room + draft.pages * runner.plan.layout.bytes_per_page
+    used = room(main) + draft.pages * runner.plan.layout.bytes_per_page
     assert 0.95 * (4 << 20) < used <= 4 << 20
     with pytest.raises(CapacityError):
         engine(tiny, speculative=f"draft:{small}", kv_memory="100KiB")

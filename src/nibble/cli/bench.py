@@ -117,6 +117,11 @@ def bench(
     # A profile has one level; several are runs of GuideLLM's own.
     if "," in levels and not _has_flag("--profile", options):
         arguments += ["--override", f"profile.{field}", levels]
+    _run_guidellm(arguments, url, key)
+
+
+def _run_guidellm(arguments: list[str], url: str, key: str | None) -> None:
+    """Run GuideLLM, and say what became of the server's drafts meanwhile."""
     from guidellm.cli import cli
 
     before = _drafts_of(url, key)
@@ -158,7 +163,7 @@ def _drafts_of(url: str, key: str | None) -> dict[str, Any] | None:
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    return drafts if isinstance(drafts, dict) else None
 
 
 def _drafts_line(before: dict[str, Any], after: dict[str, Any]) -> str:

@@ -272,7 +272,7 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     draft = speculation_plan.checked(draft, model_spec)
     planner = MemoryPlanner(CacheSpec.from_config(draft.config), draft.model_spec, draft.hardware, draft.plan)
     smaller = replace(hardware, memory=hardware.memory - planner.used_bytes)
-    room = _plan_memory(replace(cache_plan, hardware=smaller)).budget.room
+    room = speculation_plan.room(_plan_memory(replace(cache_plan, hardware=smaller)).budget)
     sizes = [plan.layout.bytes_per_token for plan in (cache_plan.plan, draft.plan)]
     own = room * sizes[0] // sum(sizes)
     main = _plan_memory(replace(cache_plan, hardware=smaller, config=replace(config, kv_memory=str(own))))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nibble.attention.planner.memory import CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS
+from nibble.attention.planner.memory import MemoryPlan
 from nibble.config import Config
-from nibble.drafts import SpeculativeSpec
+from nibble.drafts import SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
@@ -89,6 +89,11 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
     return Config(model=spec.path, kv_window=0, max_context=None, **common)
 
 
+def room(budget: MemoryPlan) -> int:
+    """Return the cache's bytes: pages, the exact window and recurrent states."""
+    return budget.pool + sum(part.bytes for part in (budget.exact, budget.states) if part)
+
+
 def checked(draft: CachePlan, model_spec: ModelSpec) -> CachePlan:
     """Return the plan of a model that drafts, with no more context than it needs.
 
@@ -139,6 +144,6 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
         drafter=drafters.create(info, *parts),
         max_tokens=max_tokens(spec, info, hardware),
         adapts=spec.tokens is None,
-        step_tokens=CPU_VERIFY_TOKENS if hardware.is_cpu else GPU_VERIFY_TOKENS,
+        step_tokens=verify_tokens(hardware.is_cpu),
         vocab_size=vocab_size,
     )

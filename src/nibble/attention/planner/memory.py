@@ -24,6 +24,7 @@ from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
+from nibble.drafts import verify_tokens
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
@@ -40,9 +41,6 @@ GRAPH_BYTES = 16 << 20
 """What a recorded decode step takes beside its buffers."""
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 """Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
-CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
-"""Most tokens of a step that has drafts. A step of few tokens takes as long as its weights take to be read, and one of
-more takes longer with each: on two cores the model `demo` needs 1.3 times as long for 16 tokens as for one."""
 ERROR_MONITOR_BYTES = 256 << 20
 """What the error monitor takes on a GPU: reference rows (engine/error_monitor.py), and float32 copies of one layer's
 while they are compared."""
@@ -132,11 +130,6 @@ class MemoryPlan:
         return min(limits) if limits else None
 
     @property
-    def room(self) -> int:
-        """The cache's bytes: pages, the exact window and recurrent states."""
-        return self.pool + sum(part.bytes for part in (self.exact, self.states) if part)
-
-    @property
     def fitting(self) -> dict[int, int]:
         """How many requests run at a time by their tokens, of some lengths up to the longest: pages may end first."""
         most, page_size = self.requests or self.max_decodes, self.tokens // max(self.pages, 1)
@@ -171,15 +164,11 @@ class StepMemory:
         """Most requests that one step decodes."""
         return min(self.spec.max_running, self.step_tokens)
 
-    @cached_property
-    def verify_tokens(self) -> int:
-        """Most tokens of a step that has drafts."""
-        return min(CPU_VERIFY_TOKENS if self.device.is_cpu else GPU_VERIFY_TOKENS, self.step_tokens)
-
     @property
     def max_sampled(self) -> int:
         """Most tokens that one step samples."""
-        return max(self.max_decodes, self.verify_tokens) if self.spec.max_drafts else self.max_decodes
+        with_drafts = min(verify_tokens(self.device.is_cpu), self.step_tokens) if self.spec.max_drafts else 0
+        return max(self.max_decodes, with_drafts)
 
     @cached_property
     def context(self) -> int:
