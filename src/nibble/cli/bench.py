@@ -158,7 +158,7 @@ def _drafts_of(url: str, key: str | None) -> dict[str, Any] | None:
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        found = (
+        drafts = (
             httpx.get(f"{url}/v1/cache", headers=headers, timeout=30).raise_for_status().json().get("drafts")
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):

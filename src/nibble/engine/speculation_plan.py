@@ -146,4 +146,5 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
         adapts=spec.tokens is None,
         step_tokens=verify_tokens(hardware.is_cpu),
         vocab_size=vocab_size,
+        overlaps=not hardware.is_cpu,
     )

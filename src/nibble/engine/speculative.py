@@ -31,6 +31,8 @@ FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
 """Tokens without drafts after all were rejected: twice as many each time, up to the longest."""
+MISSES, MISS_PAUSE = 8, 16
+"""Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
 
 def accepted_run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
@@ -57,10 +59,17 @@ class DraftLength:
     length: int
     _pause: int = SHORTEST_PAUSE
     _resumes_at: int = 0
+    _num_misses: int = 0
 
     def at(self, num_tokens: int) -> int:
         """Return the length for a request of so many tokens."""
         return self.length if num_tokens >= self._resumes_at else 0
+
+    def note_proposal(self, has_drafts: bool, num_tokens: int) -> None:
+        """Note whether anything was proposed for a request of so many tokens."""
+        self._num_misses = 0 if has_drafts else self._num_misses + 1
+        if self._num_misses >= MISSES:
+            self._resumes_at = num_tokens + MISS_PAUSE
 
     def update(self, proposed: int, accepted: int, num_tokens: int) -> None:
         """Note what became of drafts.
@@ -117,6 +126,7 @@ class Speculation:
         adapts: whether a request's number of tokens follows what was accepted.
         step_tokens: most tokens of a step that has drafts: beyond it a step takes longer with every token.
         vocab_size: tokens of the model.
+        overlaps: whether steps are launched before the last is read, unless somebody may draft.
     """
 
     name: str
@@ -125,6 +135,7 @@ class Speculation:
     adapts: bool
     step_tokens: int
     vocab_size: int
+    overlaps: bool = False
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
@@ -151,8 +162,11 @@ class Speculation:
         if not tasks:
             return {}
         drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
-        usable = ((task.request, self._usable(task.request, tokens)) for task, tokens in drafts)
-        return {request: tokens for request, tokens in usable if tokens}
+        usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
+        if self.overlaps:
+            for request, tokens in usable.items():
+                self._length(request).note_proposal(bool(tokens), len(request.token_ids))
+        return {request: tokens for request, tokens in usable.items() if tokens}
 
     def note(self, item: ScheduledRequest, num_accepted: int) -> None:
         """Note how many drafts of a step were accepted."""

@@ -172,6 +172,24 @@ def test_drafts_grow_while_all_are_accepted_and_pause_when_none_is() -> None:
     assert pauses[0] == 4 and pauses[1] == 8 and pauses[-1] == 64
 
 
+def test_who_has_nothing_to_say_is_asked_less_where_that_has_a_price() -> None:
+    """On a GPU a step waits for the last one wherever somebody may draft after it."""
+
+    def wanted(overlaps: bool) -> list[int]:
+        request = Request("a", [*range(40)])
+        speculation = Speculation("lookup", Lookup(), 4, True, 64, 999, overlaps)
+        asked = []
+        for token in range(100, 160):
+            if speculation.wants(request):
+                asked.append(token)
+            request.token_ids.append(token)
+            speculation.propose([request], lambda request: 4)
+        return asked
+
+    assert len(wanted(overlaps=False)) == 60
+    assert len(wanted(overlaps=True)) < 20
+
+
 def test_what_cannot_be_accepted_is_not_proposed() -> None:
     class Says:
         def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
