@@ -19,7 +19,7 @@ from bits import preempting
 from families import VOCAB, make, tiny_config
 from nibble import LLM, SamplingParams
 from nibble.config import Config
-from nibble.engine import speculation_plan
+from nibble.engine import speculation_plan, warmup
 from nibble.engine.request import Completion
 from nibble.errors import ConfigError
 from nibble.formats import scheme
@@ -259,6 +259,17 @@ def test_steps_before_the_last_is_read(tiny: Path) -> None:
     with drafting(tiny, told(PROMPTS, expected), wrong=0.6) as llm:
         llm.engine.overlap = True
         same(answers(llm, PROMPTS, **DRAWN), expected)
+
+
+def test_what_a_start_on_a_gpu_runs_of_drafts(tiny: Path, models: dict[str, Path]) -> None:
+    """Here for its own sake: it leaves nothing behind, and answers are as before."""
+    for model, kv_format in ((tiny, "nvfp4"), (models["chosen"], "nvfp4_ds_mla")):
+        llm = engine(model, kv_format=kv_format, speculative="lookup")
+        expected = answers(llm, PROMPTS, **GREEDY)
+        llm.engine.scheduler.manager.clear()
+        warmup._run_drafts(llm.engine.runner, 1000)
+        warmup._run_drafts(llm.engine.runner, 20)
+        same(answers(llm, PROMPTS, **GREEDY), expected)
 
 
 def test_lookup(tiny: Path) -> None:
