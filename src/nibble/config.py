@@ -15,7 +15,7 @@ from typing import Any
 from nibble.drafts import SpeculativeSpec
 from nibble.errors import ConfigError, RequestError, unknown
 
-BUNDLED = ("demo", "demo-mla")
+BUNDLED = ("demo", "demo-mla", "demo-hybrid")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
@@ -56,7 +56,8 @@ class Config:
     """
 
     model: str = option(
-        MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
+        MISSING,
+        "Local folder or hub name of a Transformers checkpoint; `demo`, `demo-mla` and `demo-hybrid` are bundled.",
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model; `main` if left out.")
     download_dir: str | None = option(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import nibble.transformers as nt
 from nibble.models.hub import locate
+from nibble.transformers.cache import CACHE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,9 +56,9 @@ def test_beams_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that beams share are copied on the device, and all of them when the pool grows."""
     model, given = load("demo", "cuda", torch.bfloat16), ids(2, 60).cuda()
     options = {"num_beams": 4, "max_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(given, past_key_values=nt.NibbleCache(model, kv_memory="64MiB"), **options)
+    expected = model.generate(given, **{CACHE: nt.NibbleCache(model, kv_memory="64MiB")}, **options)
     monkeypatch.setattr("nibble.transformers.store.FIRST_TOKENS", 64)
     cache = nt.NibbleCache(model)
     before = cache.nbytes
-    assert torch.equal(model.generate(given, past_key_values=cache, **options), expected)
+    assert torch.equal(model.generate(given, **{CACHE: cache}, **options), expected)
     assert cache.nbytes > before

@@ -33,6 +33,7 @@ from nibble import (
 )
 from nibble.cache.pool import PagedPool
 from nibble.models.hub import quiet
+from nibble.transformers.cache import CACHE
 from nibble.transformers.store import FIRST_TOKENS, Row, Store
 from tiny import MLA, SPARSE, save_tiny
 
@@ -72,7 +73,7 @@ class Served:
         """The new tokens [B, count]."""
         given = {"max_new_tokens": count, "do_sample": False, "pad_token_id": PAD, **options}
         mask = options.pop("attention_mask", (ids != PAD).long())
-        found = self.model.generate(ids, past_key_values=cache, **{**given, "attention_mask": mask})
+        found = self.model.generate(ids, **{CACHE: cache, **given, "attention_mask": mask})
         return found[:, ids.shape[1] :]
 
 
@@ -284,10 +285,10 @@ def test_the_model_stays_what_it_is(tmp_path: Path) -> None:
                 weight.mul_(1.1)
         assert list(served.model.state_dict()) == list(other.state_dict()) == names
         with pytest.raises(ConfigError, match=r"made for another (Deepseek|Glm)"):
-            other.generate(ids, past_key_values=cache, max_new_tokens=2)
+            other.generate(ids, **{CACHE: cache}, max_new_tokens=2)
         changed = other.generate(
             ids,
-            past_key_values=nt.NibbleCache(other, "fp32"),
+            **{CACHE: nt.NibbleCache(other, "fp32")},
             max_new_tokens=16,
             do_sample=False,
             pad_token_id=PAD,

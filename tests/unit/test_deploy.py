@@ -55,6 +55,7 @@ def test_the_image_s_wheel_is_built_from_what_it_copies(tmp_path: Path) -> None:
     wanted |= {
         "nibble/_models/demo/config.json",
         "nibble/_models/demo-mla/config.json",
+        "nibble/_models/demo-hybrid/config.json",
         "nibble/_ledger.json",
     }
     assert wanted <= names, wanted - names

@@ -21,6 +21,7 @@ class StatePool:
         device: where they lie.
         max_drafts: most tokens of a step that may be taken back.
         poison: fill them with NaN where a format can, to show reads of what was never written.
+        invariant: whether every step is computed by kernels whose bits depend on no cut (--deterministic).
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class StatePool:
         *,
         max_drafts: int = 0,
         poison: bool = False,
+        invariant: bool = False,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.invariant = num_slots, invariant
         self.layers: dict[int, LayerState] = {}
         """By layer."""
         for group in groups:

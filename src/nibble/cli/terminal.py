@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from nibble.engine.llm import LLM
 
-MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
+MODEL_HELP = (
+    "Local folder or hub name of a Transformers checkpoint; `demo`, `demo-mla` and `demo-hybrid` are bundled."
+)
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 

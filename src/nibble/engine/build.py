@@ -296,6 +296,7 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
     return StatePool(
         engine_plan.plan.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
         max_drafts=CacheSpec.from_config(engine_plan.config).max_drafts, poison=poison,
+        invariant=engine_plan.config.deterministic,
     )  # fmt: skip
 
 

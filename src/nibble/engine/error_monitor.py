@@ -92,6 +92,8 @@ class ReferenceRows:
             for layer, owner in enumerate(plan.owner)
         }
         self.schemes = {layer: group.scheme for group in plan.groups for layer in group.layers}
+        self.num_unwatched = sum(len(group.layers) for group in plan.states)
+        """Layers that keep a recurrent state, which is compared with nothing."""
         self.dtype = plan.dtype
         num_layers, dtype = min(MAX_LAYERS, len(self._groups)), getattr(torch, plan.dtype)
         widest = max(sum(prod(shape) for shape in _shapes(group).values()) for group in self._groups.values())
@@ -367,9 +369,11 @@ class ErrorMonitor:
         worst = max(self.readings, key=lambda layer: self.readings[layer].error)
         error = fmean(reading.error for reading in self.readings.values())
         format_error = fmean(reading.format_error for reading in self.readings.values())
+        unwatched = self.rows.num_unwatched
+        rest = f"; the recurrent states of {unwatched} layers are not compared" if unwatched else ""
         return (
             f"fidelity: attention off by {error:.2%} on average and {self.readings[worst].error:.2%} in layer {worst}, "
-            f"its formats at best by {format_error:.2%}; requests compared: {self.samples}, alerts: {self.alerts}"
+            f"its formats at best by {format_error:.2%}; requests compared: {self.samples}, alerts: {self.alerts}{rest}"
         )
 
     def limit(self, format_error: float) -> float:

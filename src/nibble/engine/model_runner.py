@@ -243,7 +243,8 @@ class ModelRunner:
         count = len(token_ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
         self._sampled_rows_S = sampled_rows_S
-        context = self._context(meta, probe, state_rows.metadata(sent) if state_rows else None)
+        state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
+        context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
         return logits[: len(logit_rows)]
 
@@ -424,9 +425,11 @@ class ModelRunner:
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
         state_batch = None
-        if tables.slots_R is not None:
+        if tables.slots_R is not None and self.states:
             slots_B = torch.where(positions_B < 0, -1, tables.slots_R.index_select(0, rows_B))
-            state_batch = StateMetadata(slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1)
+            state_batch = StateMetadata(
+                slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1, invariant=self.states.invariant
+            )
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
@@ -466,13 +469,13 @@ class _StateRows:
         if any(item.drafts for item in scheduled):
             self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
 
-    def metadata(self, sent: Tensor) -> StateMetadata:
+    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
         """Return the same on the device."""
         slots_B, starts_B, cu_seqlens_B1 = (
             sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
         )
         settled_B = None if self._settled is None else sent[self._settled].int()
-        return StateMetadata(slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B)
+        return StateMetadata(slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant)
 
 
 def _state_slot(item: ScheduledRequest) -> int:

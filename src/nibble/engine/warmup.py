@@ -187,7 +187,9 @@ def _run_drafts(runner: ModelRunner, max_tokens: int) -> None:
 def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
     """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
     pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
-    most = min(runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row)
+    most = min(
+        runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row
+    )
     while tokens and pages and len(lengths) < most:
         length = min(tokens, max_tokens, pages * size)
         lengths.append(length)

@@ -1,12 +1,12 @@
-"""NibbleCache: what `past_key_values` of Transformers can be, so that generate() runs over Nibble's pages.
+"""NibbleCache: what `cache` (or `past_key_values`) of Transformers can be, so that generate() runs over Nibble's pages.
 
 A model that gets one computes the call as the engine computes a step (models/forward.py, attention/layer.py): tokens
-without padding, K and V written to the pool and read back from it by the planned backends. The cache keeps the books of
-rows and columns.
+without padding, K and V written to the pool and read back from it by the planned backends, recurrent states brought
+forward in slots. The cache keeps the books of rows and columns.
 
-For the time of such a call the model's attention is Nibble's, and layers that expand a latent or select tokens get what
-the engine would have replaced in them (models/hook.py). Nothing of that stays: weights, names and other callers see the
-model as it is.
+For the time of such a call the model's attention is Nibble's, and layers that expand a latent, select tokens or keep a
+state get what the engine would have replaced in them (models/hook.py). Nothing of that stays: weights, names and other
+callers see the model as it is.
 
 Shape suffixes: B rows of the batch, Q new columns, L columns of the batch so far.
 """
@@ -43,23 +43,28 @@ from nibble.engine.scale_source import AUTO, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
-from nibble.models import hook
+from nibble.model_spec import NO_LAYER
+from nibble.models import equivalence, hook
 from nibble.models.checkpoint import download
 from nibble.models.forward import plain
 from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
-from nibble.transformers.store import Row, Store, count_tokens, pack
+from nibble.transformers.states import TAKE_BACK, StateStore
+from nibble.transformers.store import Row, Store, count_tokens, kept_columns, pack
 
 IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""
 HONOURED = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 OPTIONS = (
-    "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_scales", "kv_memory", "page_size",
+    "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_scales", "kv_memory", "state_format", "page_size",
     "attention_backend", "prefill_backend", "decode_backend", "allow_staging", "max_context", "tuned",
 )  # fmt: skip
 """Fields of Config about a cache alone; all other fields are about an engine, or facts of the model."""
 
-CACHE = "past_key_values"
+CACHES = ("cache", "past_key_values")
+"""What Transformers calls a cache; the second is its older name."""
+CACHE = next(name for name in CACHES if name in {entry.name for entry in fields(CausalLMOutputWithPast)})
+"""What the installed version calls it."""
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 Prompt = str | Sequence[int]
@@ -75,10 +80,11 @@ class NibbleCache(Cache):  # type: ignore[misc]
     Args:
         model: a model of Transformers that generates.
         kv_format: the scheme; None: the engine's default.
-        kv_memory: bytes for pages, as "2GiB", allocated at once; None: the cache grows as it fills.
+        kv_memory: bytes for pages, as "2GiB", allocated at once; None: the cache grows as it fills. Recurrent states,
+            a slot for each row, come beside them.
         calibrate: texts, or lists of token ids, to measure KV scales on.
-        options: kv_layers, kv_encoder, kv_transforms, kv_scales, page_size, attention_backend, prefill_backend,
-            decode_backend, allow_staging, max_context and tuned, as in nibble.Config.
+        options: kv_layers, kv_encoder, kv_transforms, kv_scales, state_format, page_size, attention_backend,
+            prefill_backend, decode_backend, allow_staging, max_context and tuned, as in nibble.Config.
 
     Raises:
         ConfigError: the model or the scheme cannot be had (Unsupported), or KV scales are missing (ScaleError).
@@ -96,17 +102,23 @@ class NibbleCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
         cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options}, calibrated=calibrate is not None)
-        if cache_plan.plan.states:
+        if cache_plan.plan.states and not cache_plan.hardware.is_cpu:
             raise ConfigError(
-                f"{type(model).__name__} has layers that keep a recurrent state, and a NibbleCache holds keys and "
-                "values alone; nibble.LLM and nibble serve have both"
+                f"{type(model).__name__} has layers that keep a recurrent state, and a NibbleCache has those on CPUs "
+                "alone; nibble.LLM and nibble serve have them on GPUs too"
             )
         self.model, self.plan, self._limit = model, cache_plan.plan, cache_plan.model_spec.max_context
+        own = _own_outputs(model, cache_plan) if cache_plan.plan.states else None
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with _attach(model).patched():
+            if own:
+                equivalence.check(model, cache_plan.model_spec, own)
             self.scales: KVScales = _scales_for(cache_plan, model, calibrate)
         plan, memory = cache_plan.plan, cache_plan.config.kv_memory_bytes
-        self._store = Store(plan.layout, self.scales, model.device, memory)
+        states = (
+            StateStore(plan.states, plan.state_format, model.dtype, model.device) if plan.states else None
+        )
+        self._store = Store(plan.layout, self.scales, model.device, memory, states)
         self._backends = adapters(plan)
         self._clear()
 
@@ -129,8 +141,9 @@ class NibbleCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are allocated for pages."""
-        return self._store.pool.nbytes
+        """Return the bytes that are allocated for pages and recurrent states."""
+        states = self._store.states
+        return self._store.pool.nbytes + (states.nbytes if states else 0)
 
     @property
     def summary(self) -> str:
@@ -166,7 +179,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         for row, count in zip(rows, count_tokens(new_BQ), strict=True):
             row.num_stored_tokens += count
         self._rows, self._is_token_BL = rows, is_token_BL
-        out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
+        out = CausalLMOutputWithPast(logits=logits, **{CACHE: self})
         return out.to_tuple() if arguments.get("return_dict") is False else out
 
     def _compute(
@@ -174,23 +187,32 @@ class NibbleCache(Cache):  # type: ignore[misc]
     ) -> Tensor:
         """Return the logits of new tokens, once there are pages for them and they are stored."""
         self._store.reserve(rows, count_tokens(new_BQ))
-        columns_C = _columns(arguments.get("logits_to_keep"), new_BQ.shape[1])
+        columns_C = kept_columns(arguments.get("logits_to_keep"), new_BQ.shape[1])
         step = pack(rows, self.plan.page_size, new_BQ, ids_BQ, arguments.get("position_ids"), columns_C)
         layers = _LayerObserver()
-        ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, observer=layers)
-        logits_SV = plain(self.model)(step.token_ids_T[None], step.positions_T[None], step.logit_rows_S, ctx)
-        if missing := set(range(len(self.plan.owner))) - layers.observed:
+        with self._store.recurrent(rows, step.order, count_tokens(new_BQ)) as states:
+            ctx = StepContext(
+                self.plan, self._store.pool, self._backends, step.meta, observer=layers, recurrent=states
+            )
+            logits_SV = plain(self.model)(
+                step.token_ids_T[None], step.positions_T[None], step.logit_rows_S, ctx
+            )
+            self._check_layers(layers.observed)
+        return step.unpack(logits_SV)
+
+    def _check_layers(self, observed: set[int]) -> None:
+        attending = {layer for layer, owner in enumerate(self.plan.owner) if owner != NO_LAYER}
+        if missing := attending - observed:
             raise ConfigError(
                 f"{len(missing)} layers of this {type(self.model).__name__} did not ask Nibble for attention: they "
                 "chose theirs when the model was loaded, and it cannot be served from a NibbleCache"
             )
-        return step.unpack(logits_SV)
 
     def _check(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the ids, and which columns are tokens; raise NibbleError for what cannot be done right."""
         self._check_model()
         if arguments.get("use_cache") is False:
-            raise RequestError("use_cache=False contradicts past_key_values; leave one of them out")
+            raise RequestError(f"use_cache=False contradicts {CACHE}; leave one of them out")
         used = {name for name, x in arguments.items() if x is not None and x is not False}
         if unsupported := sorted(used - IGNORED - HONOURED):
             raise RequestError(
@@ -287,8 +309,15 @@ class NibbleCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last columns, as many as a negative number says; a positive one says how many to keep."""
         keep = tokens_to_remove if tokens_to_remove > 0 else max(self.columns + tokens_to_remove, 0)
+        counts = count_tokens(self._is_token_BL[:, :keep])
+        for row, count in zip(self._rows, counts, strict=True):
+            if 0 < count < (least := self._store.least_tokens(row)):
+                raise RequestError(
+                    f"a row cannot be cut to {count} tokens: its recurrent layers have gone on from there, and keep "
+                    f"what takes back the last {TAKE_BACK} of a call, here as far as {least}; reset() the cache"
+                )
         self._is_token_BL = self._is_token_BL[:, :keep]
-        for row, count in zip(self._rows, count_tokens(self._is_token_BL), strict=True):
+        for row, count in zip(self._rows, counts, strict=True):
             self._store.cut(row, count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -315,6 +344,11 @@ class NibbleCache(Cache):  # type: ignore[misc]
     def batch_size(self) -> int:
         """Return the number of rows, -1 before the first call."""
         return len(self._rows) or -1
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return of each layer whether it keeps a state alone: generate() leaves stored columns out for others."""
+        return [owner == NO_LAYER for owner in self.plan.owner]
 
     @property
     def is_initialized(self) -> bool:
@@ -360,7 +394,7 @@ class PatchedForward:
         arguments = kwargs
         if args:
             arguments = inspect.signature(self.plain).bind_partial(*args).arguments | kwargs
-        cache = arguments.get(CACHE)
+        cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         if not isinstance(cache, NibbleCache):
             return self.plain(*args, **kwargs)
         if cache.model is not self.model:
@@ -370,7 +404,7 @@ class PatchedForward:
         if torch.compiler.is_compiling():
             raise ConfigError("a NibbleCache cannot be used in a compiled model; call the model itself")
         with self.patched(), torch.no_grad():
-            return cache.run(**{name: value for name, value in arguments.items() if name != CACHE})
+            return cache.run(**{name: value for name, value in arguments.items() if name not in CACHES})
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -381,6 +415,10 @@ class PatchedForward:
                 self._adaptations = hook.adaptations(self.model)
             patches, configs = self._adaptations, _configs(self.model)
             before = [getattr(config, _IMPLEMENTATION) for config in configs]
+            own = [
+                {name: vars(module)[name] for name in attributes if name in vars(module)}
+                for module, attributes in patches
+            ]
             try:
                 for config in configs:
                     setattr(config, _IMPLEMENTATION, hook.NAME)
@@ -389,9 +427,11 @@ class PatchedForward:
                     module.__dict__.update(attributes)
                 yield
             finally:
-                for module, attributes in patches:
+                for (module, attributes), earlier in zip(patches, own, strict=True):
                     for name in attributes:
                         module.__dict__.pop(name, None)
+                    # What a module had of its own: an index, or what another library has put there.
+                    module.__dict__.update(earlier)
                 for config, name in zip(configs, before, strict=True):
                     setattr(config, _IMPLEMENTATION, name)
 
@@ -440,13 +480,6 @@ class _LayerObserver:
         self.observed.add(layer)
 
 
-def _columns(keep: Any, width: int) -> Tensor:
-    """Return logits_to_keep as columns: the last so many, 0 or None for all, or a tensor of them."""
-    if isinstance(keep, Tensor):
-        return torch.arange(width)[keep.cpu()]
-    return torch.arange(width)[-keep:] if keep else torch.arange(width)
-
-
 def _plan_cache(model: Any, options: dict[str, Any], *, calibrated: bool) -> CachePlan:
     """Plan a cache for `model`, or raise ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
@@ -481,6 +514,15 @@ def _config(model: Any, options: dict[str, Any]) -> Config:
         )
     # There is no ring of exact pages here, so an exact window is no default either.
     return configured(model=_name(model), dtype=_dtype(model), device=_device(model), kv_window=0, **options)
+
+
+def _own_outputs(model: Any, cache_plan: CachePlan) -> equivalence.Recorded:
+    """Return what the family's own code computes, for recurrent layers run other code around their own."""
+    was_training = model.training
+    try:
+        return equivalence.own_outputs(model, cache_plan.model_spec)
+    finally:
+        model.train(was_training)
 
 
 def _has_checkpoint(model: Any) -> bool:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nibble.attention.recurrent import RecurrentStates
 from nibble.cache.layout import CacheLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.radix_cache import PageAllocator
@@ -31,6 +34,7 @@ from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
 from nibble.model_spec import Phase
+from nibble.transformers.states import RowState, StateStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,8 @@ class Step:
     meta: AttentionMetadata
     token_at_BC: Tensor
     """The token of each column whose logits are returned, on the host; negative for padding."""
+    order: tuple[int, ...]
+    """Rows of the batch that have new tokens, in the order of the step."""
 
     def unpack(self, logits_SV: Tensor) -> Tensor:
         """Return logits as Transformers has them -> [B, C, V]; zeros for padding."""
@@ -64,6 +70,13 @@ def _phase_of(num_stored: int, count: int) -> Phase:
 def count_tokens(new_BQ: Tensor) -> tuple[int, ...]:
     """Return the number of new tokens of each row."""
     return tuple(new_BQ.sum(1).tolist())
+
+
+def kept_columns(keep: Any, width: int) -> Tensor:
+    """Return logits_to_keep as columns: the last so many, 0 or None for all, or a tensor of them."""
+    if isinstance(keep, Tensor):
+        return torch.arange(width)[keep.cpu()]
+    return torch.arange(width)[-keep:] if keep else torch.arange(width)
 
 
 def pack(
@@ -111,6 +124,7 @@ def pack(
         token_at_BC[token_at_BC >= 0].to(device),
         AttentionMetadata(torch.cat(slots).to(device), _batches(rows, order, phases, counts, device)),
         token_at_BC,
+        tuple(order),
     )
 
 
@@ -148,6 +162,8 @@ class Row:
 
     pages: list[int] = field(default_factory=list)
     num_stored_tokens: int = 0
+    state: RowState | None = None
+    """Of recurrent layers, once there are tokens."""
 
 
 class Store:
@@ -158,13 +174,19 @@ class Store:
         scales: of the pool.
         device: where pages are.
         memory: bytes for pages, allocated at once; None: the pool grows.
+        states: slots of recurrent states, if layers have any.
 
     Raises:
         CapacityError: there is no memory for the pages, or `memory` has room for none.
     """
 
     def __init__(
-        self, layout: CacheLayout, scales: KVScales, device: torch.device, memory: int | None = None
+        self,
+        layout: CacheLayout,
+        scales: KVScales,
+        device: torch.device,
+        memory: int | None = None,
+        states: StateStore | None = None,
     ) -> None:
         self.layout, self._scales, self._device, self.bounded = layout, scales, device, memory is not None
         pages = cdiv(FIRST_TOKENS, layout.page_size) if memory is None else memory // layout.bytes_per_page
@@ -175,6 +197,7 @@ class Store:
             )
         self.pool = self._allocate(pages)
         self.pages = PageAllocator(pages)
+        self.states = states
         self._dropped: deque[Row] = deque()
 
     def _allocate(self, pages: int) -> PagedPool:
@@ -269,7 +292,9 @@ class Store:
         # Pages that are reserved and empty must not be shared.
         self.cut(row, row.num_stored_tokens)
         self.pages.retain(row.pages)
-        return Row(list(row.pages), row.num_stored_tokens)
+        if self.states and row.state:
+            self.states.retain(row.state)
+        return Row(list(row.pages), row.num_stored_tokens, row.state)
 
     def cut(self, row: Row, num_tokens: int) -> None:
         """Drop all tokens of `row` but the first `num_tokens`."""
@@ -277,6 +302,38 @@ class Store:
         self.pages.release(reversed(row.pages[keep:]))
         del row.pages[keep:]
         row.num_stored_tokens = num_tokens
+        if self.states and row.state and not num_tokens:
+            self.states.release(row.state)
+            row.state = None
+
+    def least_tokens(self, row: Row) -> int:
+        """Return the fewest tokens to which `row` can be cut, beside none at all."""
+        return row.state.settled if row.state else 0
+
+    @contextmanager
+    def recurrent(
+        self, rows: Sequence[Row], order: Sequence[int], counts: Sequence[int]
+    ) -> Iterator[RecurrentStates | None]:
+        """Lend a call the recurrent states of its rows, if there are any; a call that fails changes none.
+
+        Args:
+            rows: of the batch.
+            order: those with new tokens, in the order of the step.
+            counts: new tokens of each row.
+        """
+        if self.states is None:
+            yield None
+            return
+        starts, lengths = [rows[i].num_stored_tokens for i in order], [counts[i] for i in order]
+        step = self.states.begin([rows[i].state for i in order], starts, lengths)
+        try:
+            yield step.states
+        except BaseException:
+            self.states.withdraw(step)
+            raise
+        self.states.commit(step)
+        for i, state in zip(order, step.after, strict=True):
+            rows[i].state = state
 
     def release_later(self, rows: Iterable[Row]) -> None:
         """Release rows before the next step. May be called at any time: a garbage collector does, amid anything."""

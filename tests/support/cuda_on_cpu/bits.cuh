@@ -48,6 +48,7 @@ struct Index { int x; };
 static Index threadIdx, blockIdx;
 // What a launch asks for, and behind it what kernels declare, each declaration in a place of its own.
 static constexpr u64 DYNAMIC = 1 << 17, DECLARED = 1 << 15, STACK = 1 << 17;
+static constexpr int ROUNDS = 1 << 20;  // of all threads: more than any test needs
 alignas(128) static u8 shared_memory[DYNAMIC + 4 * DECLARED];
 
 struct Copy { u8* to; const u8* from; int bytes; };
@@ -69,7 +70,6 @@ static std::vector<Thread> threads;
 static std::vector<std::unique_ptr<u8[]>> stacks;
 static std::vector<Warp> warps;
 static ucontext_t scheduler;
-static u64 changes;  // anything that may let a thread go on
 static int block_arrived;
 static u64 block_turn;
 
@@ -97,7 +97,6 @@ static inline void together(const char* name, const u32* in, int words, u32* out
     compute(warp.in, warp.out);
     warp.arrived = 0;
     warp.turn++;
-    changes++;
   }
   while (warp.turn == turn) let_others_run();
   memcpy(out, warp.out[lane], 4 * results);
@@ -107,12 +106,21 @@ static inline void __syncwarp() {
   together("syncwarp", nullptr, 0, nullptr, 0, [](auto&, auto&) {});
 }
 
+static inline bool __all_sync(u32, bool x) {
+  u32 in = x, out;
+  together("all", &in, 1, &out, 1, [](auto& values, auto& results) {
+    u32 all = 1;
+    for (auto& value : values) all &= value[0];
+    for (auto& result : results) result[0] = all;
+  });
+  return out;
+}
+
 static inline void __syncthreads() {
   const u64 turn = block_turn;
   if (++block_arrived == (int)threads.size()) {
     block_arrived = 0;
     block_turn++;
-    changes++;
   }
   while (block_turn == turn) let_others_run();
 }
@@ -149,7 +157,6 @@ static void (*kernel_entry)();
 static void run_thread() {
   kernel_entry();
   threads[threadIdx.x].is_done = true;
-  changes++;
   swapcontext(&threads[threadIdx.x].context, &scheduler);
 }
 
@@ -168,8 +175,8 @@ static inline void run_block(int block, int count, std::mt19937& random) {
     thread.context.uc_stack.ss_size = STACK;
     makecontext(&thread.context, run_thread, 0);
   }
-  for (int left = count; left;) {
-    const u64 before = changes;
+  int rounds = 0;
+  for (int left = count; left; rounds++) {
     const bool shuffles = random() % 4 == 0;
     if (shuffles) std::shuffle(order.begin(), order.end(), random);
     left = 0;
@@ -180,7 +187,7 @@ static inline void run_block(int block, int count, std::mt19937& random) {
       swapcontext(&scheduler, &threads[i].context);
       left += !threads[i].is_done;
     }
-    if (left && before == changes) fail("no thread can go on");
+    if (rounds == ROUNDS) fail("threads wait for each other");
   }
 }
 

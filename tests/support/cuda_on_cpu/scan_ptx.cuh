@@ -1,5 +1,6 @@
 // In the place of kernels/recurrence/scan_ptx.cuh where a kernel runs on a CPU.
 
+static inline void keep(u32&) {}
 static inline float exp_of(float x) { return ex2(x * LOG2E); }
 static inline float low_bf16(u32 x) { return bf16_value(x, 0); }
 static inline float high_bf16(u32 x) { return bf16_value(x, 1); }
@@ -62,7 +63,6 @@ static inline void arrive(u32 barrier) {
   if (--b.pending == 0) {
     b.pending = b.expected;
     b.phase++;
-    changes++;
   }
 }
 
@@ -70,6 +70,8 @@ static inline void copy_16_or_zeros(u32 to, const void* from, bool exists) {
   if (to % 16 || (u64)from % 16) fail("a copy must be of 16 aligned bytes");
   threads[threadIdx.x].copies.push_back({shared_memory + to, (const u8*)from, exists ? 16 : 0});
 }
+
+static inline void copy_16(u32 to, const void* from) { copy_16_or_zeros(to, from, true); }
 
 // Copies are made as late as may be.
 static inline void wait_for_copies() {
@@ -81,12 +83,13 @@ static inline void wait_for_copies() {
 }
 
 static inline void arrive_after_copies(u32 barrier) {
-  changes++;
   let_others_run();
   wait_for_copies();
   arrive(barrier);
 }
 
+static inline bool has_phase(u32 barrier, u32 parity) { return (barrier_at(barrier).phase & 1) != parity; }
+
 static inline void wait_for_phase(u32 barrier, u32 parity) {
-  while ((barrier_at(barrier).phase & 1) == parity) let_others_run();
+  while (!__all_sync(ALL_LANES, has_phase(barrier, parity))) let_others_run();
 }

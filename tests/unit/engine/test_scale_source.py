@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nibble import LLM, Config, ScaleError, WeightError
 from nibble.cache import scales as kv_scales
+from nibble.config import BUNDLED
 from nibble.engine.plan import plan_engine
 from nibble.engine.scale_source import Origin, ScaleSource, find_source
 from nibble.models.hub import local_folder
@@ -128,7 +129,9 @@ def test_a_start_says_where_scales_are_from(folder: Path) -> None:
 
 
 def test_the_bundled_models_bring_theirs() -> None:
-    assert source("demo").origin is Origin.FILE and source("demo-mla", "nvfp4_ds_mla").origin is Origin.FILE
+    served = {"demo": "nvfp4", "demo-mla": "nvfp4_ds_mla", "demo-hybrid": "nvfp4"}
+    assert served.keys() == set(BUNDLED)
+    assert all(source(model, scheme).origin is Origin.FILE for model, scheme in served.items())
 
 
 def test_a_second_plan_imports_no_torch(folder: Path, tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ import backends  # noqa: E402
 import decode_attention as decode  # noqa: E402
 import engine_load  # noqa: E402
 import extend  # noqa: E402
+import hybrid_replay  # noqa: E402
 import paged  # noqa: E402
 import replay  # noqa: E402
 import serve_overhead  # noqa: E402
 import serve_parity  # noqa: E402
+import state_drift  # noqa: E402
 import torch  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
 
@@ -438,3 +440,34 @@ def test_parity_of_a_client_and_a_server() -> None:
     assert (client["TTFT"], client["TPOT"]) == (105.0, 10.0)
     assert "| requests | 2 | 2 |" in serve_parity.table(client, server)
     assert "| TTFT | 105.0 ms | 100.0 ms |" in serve_parity.table(client, server)
+
+
+def test_drift_of_states(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert list(state_drift.powers(100)) == [16, 32, 64]
+    pieces = list(state_drift.bounds(4096))
+    assert pieces[0] == (0, 16) and pieces[-1] == (3072, 4096)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(pieces))
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--tiny", "--out", str(tmp_path), "--plot", str(tmp_path / "drift.svg")]
+    )
+    state_drift.main()
+    drifts = json.loads((tmp_path / "state_drift.json").read_text())["results"]
+    worst = {(drift["format"], drift["steps"]): drift["state_mean"] for drift in drifts}
+    # int8 has 7 bits beside the sign for a row, BF16 has 8 for each value, FP8 has 4.
+    assert all(0 < worst["bf16", at] < worst["int8", at] < worst["fp8", at] < 0.1 for at in (16, 64, 256))
+    assert "| 256 |" in capsys.readouterr().out and (tmp_path / "drift.svg").stat().st_size > 1000
+
+
+def test_reuse_of_conversations() -> None:
+    words = hybrid_replay.topics("demo", conversations=4, turns=3, system=50)
+    assert [len(spoken) for spoken in words] == [4] * 4
+    assert words[0][0] == words[2][0] != words[1][0] and words[0][1] != words[2][1]
+    turns = [hybrid_replay.Turn(0, i, [], text, 0.1, 100, 90 * i, 8 * i) for i, text in enumerate("ab")]
+    cold = [("a", 0.4), ("x", 0.5)]
+    assert [(aim.value, aim.verdict) for aim in hybrid_replay.aims(turns, cold)] == [
+        (pytest.approx(90 / 98), "floor"), (0.5, "MISSED")
+    ]  # fmt: skip
+    table = hybrid_replay.table(turns, cold)
+    assert "| 1 | 100 | 0.0% | 0.0% | 100 ms | 400 ms |" in table and "| 98.0% | 90.0% |" in table

@@ -211,7 +211,8 @@ def _resolve_as_it_is(request: PlanRequest) -> Plan:
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing, window) for part in parts)
     shared = support.shared_kv_notes(request.spec, request.model_spec)
-    notes = (*shared, *request.defaults.notes, *explain.plan_notes(request, groups, page, packing))
+    watched = support.watch_notes(request.spec, request.model_spec)
+    notes = (*shared, *watched, *request.defaults.notes, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
     tier, sinks = _tier(request.spec.offload, parts, layout), _sinks(request, groups, page)

@@ -374,6 +374,16 @@ def shared_kv_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:
     )
 
 
+def watch_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:
+    """Return a note on what the fidelity watch does not look at, where it is asked for."""
+    if not (spec.watches_fidelity and model_spec.states):
+        return ()
+    layers = sum(len(group.layers) for group in model_spec.states)
+    return (
+        f"--watch-fidelity compares what attention answers, and not the recurrent states of {layers} layers",
+    )
+
+
 def layout(parts: Iterable[SchemeGroup], model_spec: ModelSpec, page_size: int, packing: str) -> CacheLayout:
     """Return the cache's layout: what every layer with pages of its own stores.
 

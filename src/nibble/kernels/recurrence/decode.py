@@ -32,10 +32,12 @@ from nibble.kernels.recurrence.types import LayerState, StateMetadata
 
 MIN_ROWS = 8
 """Fewest rows of a matrix in a program."""
-TILE_BYTES = 16 << 10
-"""Bytes of a matrix in a program, where there are enough of them."""
-PROGRAMS = 2
-"""Programs of a processor below which they get fewer rows each."""
+TILE_BYTES, TILE_VALUES = 16 << 10, 8 << 10
+"""Most bytes and values of a matrix in a program."""
+THREAD_VALUES = 32
+"""Values of a thread."""
+PROGRAMS = 1
+"""Programs of a processor below which each gets fewer rows."""
 
 
 @triton.jit
@@ -92,10 +94,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     v_V, j_J = tile * VW + tl.arange(0, VW), tl.arange(0, BLOCK)
     keep_V = v_V < V
     out_V = out + head * V + v_V
-    clear_rows(out_V, keep_V, tl.load(cu_seqlens + requests) + request, rows, requests, H * V)
-    if slot < 0:
-        clear_rows(out_V, keep_V, row, row + length, 1, H * V)
     if (slot < 0) | (length == 0):
+        clear_rows(out_V, keep_V, row, row + length, 1, H * V)
+        clear_rows(out_V, keep_V, tl.load(cu_seqlens + requests) + request, rows, requests, H * V)
         return
     state_at, final = states_of(None, None, request, start, length)
     stored, place, row = start - state_at, start % P, row.to(tl.int64)
@@ -180,6 +181,7 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
             tl.store(kept + place * (H * K) + column_DE, sum_DE, mask=column_DE < K)
         else:
             tl.store(kept + place * H, sum)
+    clear_rows(out_V, keep_V, tl.load(cu_seqlens + requests) + request, rows, requests, H * V)
     # --- bring the matrix forward
     if final > state_at:
         if MAX_CODE > 0:
@@ -228,10 +230,11 @@ def tile_of(rows: int, columns: int, itemsize: int, matrices: int, gpu: GPU) -> 
         matrices: How many there are: heads of all requests.
         gpu: Sizes of the GPU.
     """
-    tile = min(next_power_of_2(rows), max(MIN_ROWS, TILE_BYTES // (columns * itemsize)))
+    values = min(TILE_BYTES // itemsize, TILE_VALUES)
+    tile = min(next_power_of_2(rows), max(MIN_ROWS, values // columns))
     while tile > MIN_ROWS and matrices * cdiv(rows, tile) < PROGRAMS * gpu.processors:
         tile //= 2
-    return Tile(tile, 4)
+    return Tile(tile, min(max(tile * columns // (32 * THREAD_VALUES), 4), 8))
 
 
 def recurrence(

@@ -33,9 +33,10 @@ constexpr int KEY_PITCH = 2 * K + 16, VALUE_PITCH = 2 * ROWS + 16, KEY_TILE = BL
 constexpr int ENTERING = COLUMN * 2 * KEY_TILE, VALUES = (2 + COLUMN) * KEY_TILE;
 constexpr int DATA = VALUES + BLOCK * VALUE_PITCH, STAGE = DATA + RECORD;
 constexpr float MAX_CODE = FORMAT == E4M3 ? 448.f : 127.f, MIN_SCALE = 1.f / (1ull << 50) / (1ull << 50);
+constexpr float LEAST = MAX_CODE * MIN_SCALE;  // a row's largest value, at least
 constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to an integer
 constexpr int CODE_BYTES = FORMAT == FP32 ? 4 : FORMAT == BF16 ? 2 : 1;
-constexpr int PARTS = 1 + SPLIT, CHAINS = 2 * PARTS;  // of a sum: they do not wait for each other
+constexpr int PARTS = 1 + SPLIT;
 static_assert(SPLIT == (FORMAT == FP32), "updates are float32 where matrices are");
 
 struct Slots {
@@ -79,27 +80,11 @@ struct Operand {
 
 // ---- 16 rows of a matrix ------------------------------------------------------------------------------
 struct Matrix {
-  float x[TILES][4];            // values, or codes, which are integers or E4M3
-  Operand parts[STEPS][PARTS];  // the same as operands
-  float scale[2];               // of rows g and g + 8, where the format has scales
+  float x[TILES][4];            // values; those of the format, once rounded, without scales
+  Operand parts[STEPS][PARTS];  // rounded values as operands
+  float scale[2], factor[2];    // of rows g and g + 8, where the format has scales, and what they are multiplied by
 
   DEVICE float scale_of(int r) const { return FORMAT >= E4M3 ? scale[r / 2] : 1.f; }
-
-  DEVICE void set_parts() {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      if (FORMAT == FP32 || FORMAT == BF16) {
-        parts[s][0].set(x + 2 * s);
-        if (SPLIT) parts[s][PARTS - 1].set_rest(x + 2 * s, parts[s][0]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float* pair = x[2 * s + i / 2] + i % 2 * 2;
-          parts[s][0].a[i] = upper_halves(pair[0], pair[1]);
-        }
-      }
-    }
-  }
 
   // codes: those of the lane's row g and columns 2 c. Row g + 8 is eight rows further.
   DEVICE void load(const u8* codes, const float* scales) {
@@ -107,6 +92,7 @@ struct Matrix {
       scale[0] = scales[0];
       scale[1] = scales[8];
     }
+    factor[0] = factor[1] = 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -127,17 +113,16 @@ struct Matrix {
         }
       }
     }
-    set_parts();
   }
 
   DEVICE void clear() {
     scale[0] = scale[1] = MIN_SCALE;
+    factor[0] = factor[1] = 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int r = 0; r < 4; r++) x[t][r] = 0;
     }
-    set_parts();
   }
 
   DEVICE void store(u8* codes, float* scales, int c) const {
@@ -174,57 +159,56 @@ struct Matrix {
     }
   }
 
+  // Round to the format. What is rounded stays what it is.
   DEVICE void round() {
-    if (FORMAT >= E4M3) {
-      float factor[2];
-      set_scales(factor);
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        if (FORMAT == INT8) {
+    for (int s = 0; s < STEPS; s++) {
+      Operand& high = parts[s][0];
+      if (FORMAT <= BF16) high.set(x + 2 * s);
+      if (SPLIT) parts[s][PARTS - 1].set_rest(x + 2 * s, high);
 #pragma unroll
-          for (int r = 0; r < 4; r++) x[t][r] = __fmaf_rn(x[t][r], factor[r / 2], ROUNDER) - ROUNDER;
-        } else {
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float* pair = x[t] + 2 * half;
-            const u32 codes = e4m3x2_from_f32(pair[0] * factor[half], pair[1] * factor[half]);
-            *(float2*)pair = f32x2_from_f16x2(f16x2_from_e4m3x2(codes));
-          }
+      for (int i = 0; i < 4; i++) {
+        const int half = i % 2;  // which of the rows
+        float* pair = x[2 * s + i / 2] + 2 * half;
+        if (FORMAT == BF16) {
+          pair[0] = low_bf16(high.a[i]);
+          pair[1] = high_bf16(high.a[i]);
+        } else if (FORMAT == E4M3) {
+          const u32 codes = e4m3x2_from_f32(pair[0] * factor[half], pair[1] * factor[half]);
+          *(float2*)pair = f32x2_from_f16x2(f16x2_from_e4m3x2(codes));
+        } else if (FORMAT == INT8) {
+          pair[0] = __fmaf_rn(pair[0], factor[half], ROUNDER) - ROUNDER;
+          pair[1] = __fmaf_rn(pair[1], factor[half], ROUNDER) - ROUNDER;
         }
+        if (FORMAT >= E4M3) high.a[i] = upper_halves(pair[0], pair[1]);
       }
     }
-    set_parts();
-    if (FORMAT == BF16) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-          const u32 pair = parts[t / 2][0].a[t % 2 * 2 + r / 2];
-          x[t][r] = r % 2 ? high_bf16(pair) : low_bf16(pair);
-        }
-      }
-    }
+    factor[0] = factor[1] = 1;
   }
 
-  // Scales are largest values over the largest code, divided as float32 does it. factor: receives 1 / scale.
-  DEVICE void set_scales(float* factor) {
-    float top[2][2] = {};
+  // Scales are largest values over the largest code, divided as float32 does it.
+  DEVICE void set_scales() {
+    if (FORMAT <= BF16) return;
+    float most[2][2] = {{LEAST, LEAST}, {LEAST, LEAST}};
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
-      for (int r = 0; r < 4; r++) top[r / 2][r % 2] = fmaxf(top[r / 2][r % 2], fabsf(x[t][r]));
+      for (int r = 0; r < 4; r++) most[r / 2][r % 2] = fmaxf(most[r / 2][r % 2], fabsf(x[t][r]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) most[half][0] = fmaxf(most[half][0], most[half][1]);
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      const float other[2] = {__shfl_xor_sync(ALL_LANES, most[0][0], lanes),
+                              __shfl_xor_sync(ALL_LANES, most[1][0], lanes)};
+#pragma unroll
+      for (int half = 0; half < 2; half++) most[half][0] = fmaxf(most[half][0], other[half]);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float most = fmaxf(top[half][0], top[half][1]);
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-      const float quotient = most * (1.f / MAX_CODE);
-      const float exact =
-          __fmaf_rn(__fmaf_rn(-quotient, MAX_CODE, most), 1.f / MAX_CODE, quotient);
-      const bool is_small = most < MAX_CODE * MIN_SCALE;
-      scale[half] = is_small ? MIN_SCALE : exact;
-      factor[half] = is_small ? 1.f / MIN_SCALE : MAX_CODE * rcp(most);
+      factor[half] = MAX_CODE * rcp(most[half][0]);
+      const float quotient = most[half][0] * (1.f / MAX_CODE);
+      scale[half] = __fmaf_rn(__fmaf_rn(-quotient, MAX_CODE, most[half][0]), 1.f / MAX_CODE, quotient);
     }
   }
 };
@@ -236,55 +220,78 @@ struct Inputs {
   u64 q_token, q_head, k_token, k_head, v_token, v_head;  // strides
 };
 
-// Copy 16 rows of keys, chunks of 16 bytes in turn. from: row -> where it is, null where there is none.
-template <class From>
-DEVICE void copy_keys(u32 to, const u16* any, int lane, From from) {
+// Copy 16 rows of CHUNKS times 16 bytes each. from: row -> where it is, null where there is none.
+template <int CHUNKS, int PITCH, class From>
+DEVICE void copy_some_rows(u32 to, const u16* any, int lane, From from) {
 #pragma unroll
-  for (int i = lane; i < BLOCK * TILES; i += 32) {
-    const int row = i / TILES, chunk = i % TILES;
+  for (int i = lane; i < BLOCK * CHUNKS; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
     const u16* p = from(row);
-    copy_16_or_zeros(to + row * KEY_PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+    copy_16_or_zeros(to + row * PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+  }
+}
+
+// The same where all are there, one behind the other.
+template <int CHUNKS, int PITCH>
+DEVICE void copy_rows(u32 to, const u16* from, u64 stride, int lane) {
+  if (32 % CHUNKS) {
+    copy_some_rows<CHUNKS, PITCH>(to, from, lane, [&](int row) { return from + row * stride; });
+    return;
+  }
+  constexpr int ROWS_AT_ONCE = 32 / CHUNKS;
+  to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+  from += lane / CHUNKS * stride + lane % CHUNKS * 8;
+#pragma unroll
+  for (int row = 0; row < BLOCK; row += ROWS_AT_ONCE) {
+    copy_16(to + row * PITCH, from);
+    from += ROWS_AT_ONCE * stride;
   }
 }
 
 DEVICE void copy_block(u32 stage, const Inputs& inputs, const Slots& slots, const Work& work, const Span& span,
                        u64 record, int begin, int lane) {
-  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
-  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
   const u64 at = record * work.heads + work.head;
+#pragma unroll
+  for (int i = lane; i < RECORD / 16; i += 32) {
+    copy_16(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i);
+  }
   if (COLUMN) {
-    const u16* tile = inputs.rows + at * 3 * BLOCK * K;
 #pragma unroll
     for (int x = DELTA ? 0 : 1; x < 3; x++) {
-      copy_keys(stage + x * KEY_TILE, tile, lane, [&](int i) { return tile + (x * BLOCK + i) * K; });
+      copy_rows<TILES, KEY_PITCH>(stage + x * KEY_TILE, inputs.rows + (at * 3 + x) * BLOCK * K, K, lane);
     }
-  } else {
+  }
+  const u16 *q = inputs.q + work.key_head * inputs.q_head, *k = inputs.k + work.key_head * inputs.k_head;
+  const u16* v = inputs.v + work.head * inputs.v_head + work.first_value;
+  // --- blocks of this step's tokens alone
+  if (begin >= span.start && begin + BLOCK <= span.stop) {
+    const u64 row = span.row + begin - span.start;
+    if (!COLUMN) {
+      copy_rows<TILES, KEY_PITCH>(stage, k + row * inputs.k_token, inputs.k_token, lane);
+      copy_rows<TILES, KEY_PITCH>(stage + KEY_TILE, q + row * inputs.q_token, inputs.q_token, lane);
+    }
+    copy_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, v + row * inputs.v_token, inputs.v_token, lane);
+    return;
+  }
+  // --- others
+  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
+  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
+  if (!COLUMN) {
     const u16* stored = inputs.rows + ((u64)work.request * work.key_heads + work.key_head) * BLOCK * K;
-    const u16 *k = inputs.k + work.key_head * inputs.k_head, *q = inputs.q + work.key_head * inputs.q_head;
-    copy_keys(stage, inputs.k, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage, inputs.k, lane, [&](int i) -> const u16* {
       return begin + i < span.start ? stored + i * K : is_new(i) ? k + row_of(i) * inputs.k_token : nullptr;
     });
-    copy_keys(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
       return is_new(i) ? q + row_of(i) * inputs.q_token : nullptr;
     });
   }
-  // --- values, and stored updates in their place: their `fade` is 0
-#pragma unroll
-  for (int i = lane; i < BLOCK * 2 * WARPS; i += 32) {
-    const int row = i / (2 * WARPS), chunk = i % (2 * WARPS);
-    const u16* p = is_new(row)
-                       ? inputs.v + row_of(row) * inputs.v_token + work.head * inputs.v_head + work.first_value
-                   : !SPLIT && begin + row < span.start
-                       ? (const u16*)slots.updates + span.slot * slots.updates_stride +
-                             work.value_at((begin + row) % slots.places)
-                       : nullptr;
-    copy_16_or_zeros(stage + VALUES + row * VALUE_PITCH + 16 * chunk, p ? p + 8 * chunk : inputs.v,
-                     p != nullptr);
-  }
-#pragma unroll
-  for (int i = lane; i < RECORD / 16; i += 32) {
-    copy_16_or_zeros(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i, true);
-  }
+  // Stored updates stand in the place of values: their `fade` is 0.
+  copy_some_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, inputs.v, lane, [&](int i) -> const u16* {
+    if (is_new(i)) return v + row_of(i) * inputs.v_token;
+    if (SPLIT || begin + i >= span.start) return nullptr;
+    return (const u16*)slots.updates + span.slot * slots.updates_stride +
+           work.value_at((begin + i) % slots.places);
+  });
 }
 
 // Store keys and sums of decays of the last block's new tokens, if it is not full.
@@ -318,13 +325,31 @@ DEVICE void store_ends(const Inputs& inputs, const float* decay, const Slots& sl
 }
 
 // ---- a block of tokens --------------------------------------------------------------------------------
-// sum [n] = S rows^T, for 16 rows in shared memory.
+// Rows g and g + 8 of S, of the 16 that a warp has: where a lane's are.
+struct Lane {
+  int lane, g, c;
+  u32 rows, columns, values;       // addresses of matrices of 8 x 8 in a stage
+  u32 fragment, factors, is_first;  // addresses in a record, of operands and of what tokens have
+
+  DEVICE Lane(int warp) {
+    lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+    const int row = lane % 8, one = lane / 8 % 2, two = lane / 16;
+    rows = (row + 8 * two) * KEY_PITCH + 16 * one;
+    columns = (row + 8 * one) * KEY_PITCH + 16 * two;
+    values = VALUES + (row + 8 * two) * VALUE_PITCH + 32 * warp + 16 * one;
+    fragment = 16 * lane, factors = 8 * c, is_first = lane == 0;
+    keep(rows), keep(columns), keep(values), keep(fragment), keep(factors), keep(is_first);
+  }
+};
+
+// sum [n] = S rows^T, for 16 rows that are operands; of S so many parts.
+template <int COUNT>
 DEVICE void multiply_rows(float (*sum)[4], const Matrix& matrix, const u32 (*b)[4]) {
-  float chains[2][CHAINS][4] = {};
+  float chains[2][2 * COUNT][4] = {};  // they do not wait for each other
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = 0; part < COUNT; part++) {
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         matrix.parts[s][part].multiply(chains[n][2 * part + s % 2], b[s][2 * n], b[s][2 * n + 1]);
@@ -336,7 +361,7 @@ DEVICE void multiply_rows(float (*sum)[4], const Matrix& matrix, const u32 (*b)[
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       sum[n][r] = chains[n][0][r] + chains[n][1][r];
-      if (SPLIT) sum[n][r] += chains[n][CHAINS - 2][r] + chains[n][CHAINS - 1][r];
+      if (COUNT > 1) sum[n][r] += chains[n][2 * COUNT - 2][r] + chains[n][2 * COUNT - 1][r];
     }
   }
 }
@@ -347,22 +372,22 @@ DEVICE void load_rows(u32 (*b)[4], u32 rows) {
 }
 
 // What a lane has to do with tokens of a block: 2 c, 2 c + 1, 2 c + 8 and 2 c + 9.
-DEVICE void load_factors(float (*to)[2], const u8* from, int c) {
+DEVICE void load_factors(float (*to)[2], const u8* from) {
 #pragma unroll
-  for (int n = 0; n < 2; n++) *(float2*)to[n] = *(const float2*)(from + 4 * (8 * n + 2 * c));
+  for (int n = 0; n < 2; n++) *(float2*)to[n] = *(const float2*)(from + 32 * n);
 }
 
 // U [n] of values less what the matrix has of them.
-DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, int lane) {
+DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, const Lane& at) {
   Operand high, low;
   high.set(x);
-  const uint4 b = ((const uint4*)(record + SOLVE))[lane];
+  const uint4 b = *(const uint4*)(record + SOLVE + at.fragment);
   high.multiply(u[0], b.x, b.y);
   high.multiply(u[1], b.z, b.w);
   if (SPLIT) {
     float more[2][2][4] = {};
     low.set_rest(x, high);
-    const uint4 d = ((const uint4*)(record + SOLVE_LOW))[lane];
+    const uint4 d = *(const uint4*)(record + SOLVE_LOW + at.fragment);
     low.multiply(more[0][0], b.x, b.y);
     low.multiply(more[0][1], b.z, b.w);
     high.multiply(more[1][0], d.x, d.y);
@@ -375,31 +400,23 @@ DEVICE void solve_updates(float (*u)[4], const float (*x)[4], const u8* record, 
   }
 }
 
-// Rows g and g + 8 of S, of the 16 that a warp has: where a lane's are.
-struct Lane {
-  int lane, g, c;
-  u32 rows, columns, values;  // addresses of matrices of 8 x 8 in a stage
-
-  DEVICE Lane(int warp) {
-    lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-    const int row = lane % 8, one = lane / 8 % 2, two = lane / 16;
-    rows = (row + 8 * two) * KEY_PITCH + 16 * one;
-    columns = (row + 8 * one) * KEY_PITCH + 16 * two;
-    values = VALUES + (row + 8 * two) * VALUE_PITCH + 32 * warp + 16 * one;
+// Add what queries have of updates, and store outputs. to: the lane's columns 2 c of the row that token g has. first,
+// stop: of the block's tokens, those of this step.
+DEVICE void finish_outputs(float (*o)[4], const Operand* update, const u8* record, u16* to, u64 row_stride,
+                           int first, int stop, const Lane& at) {
+  const uint4 weights = *(const uint4*)(record + WEIGHTS + at.fragment);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    update[part].multiply(o[0], weights.x, weights.y);
+    update[part].multiply(o[1], weights.z, weights.w);
   }
-};
-
-// Store outputs of a block's tokens. to: the lane's columns 2 c of the row that token `begin` would have.
-DEVICE void store_outputs(u16* to, u64 row_stride, const float (*o)[4], int begin, const Span& span, int g) {
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const int position = begin + 8 * n + g;
-    const bool is_new = position >= span.start && position < span.stop;
-    u16* row = to + (long long)(span.row + position - span.start) * (long long)row_stride;
+    const bool is_new = 8 * n + at.g >= first && 8 * n + at.g < stop;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const u32 pair = transpose_8x8(pack_bf16(o[n][2 * half], o[n][2 * half + 1]));
-      if (is_new) *(u32*)(row + 8 * half) = pair;
+      if (is_new) *(u32*)(to + 8 * n * row_stride + 8 * half) = pair;
     }
   }
 }
@@ -427,6 +444,58 @@ DEVICE void store_updates(const Slots& slots, const Work& work, const Span& span
       }
     }
   }
+}
+
+// U [n] of a block, and O [n] without what queries have of updates.
+DEVICE void read_matrix(float (*u)[4], float (*o)[4], const Matrix& matrix, const u32 (*key_rows)[4], u32 stage,
+                        const u8* record, float (*past)[4], const Lane& at) {
+  float x[2][4], fade[2][2], rate[2][2];
+  u32 values[4], query_rows[STEPS][4];
+  load_factors(fade, record + FADE + at.factors);
+  if (!DELTA) load_factors(rate, record + RATE + at.factors);
+  load_transposed(values, stage + at.values);
+  if (DELTA) multiply_rows<PARTS>(x, matrix, key_rows);
+  load_rows(query_rows, stage + KEY_TILE + at.rows);
+  multiply_rows<1>(o, matrix, query_rows);
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const float factor = fade[n][r % 2] * matrix.scale_of(r);
+      const u32 pair = values[2 * n + r / 2];
+      float value = r % 2 ? high_bf16(pair) : low_bf16(pair);
+      if (DELTA) value -= x[n][r] * factor;
+      if (SPLIT) {
+        value += past[n][r];
+        past[n][r] = 0;
+      }
+      x[n][r] = value;
+      u[n][r] = DELTA ? 0 : value * rate[n][r % 2];
+      o[n][r] *= factor;
+    }
+  }
+  if (DELTA) solve_updates(u, x, record, at);
+}
+
+DEVICE void set_parts(Operand* parts, const float (*x)[4]) {
+  parts[0].set(x);
+  if (SPLIT) parts[PARTS - 1].set_rest(x, parts[0]);
+}
+
+// What enters the next matrix: updates as they are kept, times what is left of them at the block's end.
+DEVICE void fade_updates(Operand* entering, const float (*u)[4], const Operand* update, const u8* record,
+                         const Lane& at) {
+  float x[2][4], rest[2][2];
+  load_factors(rest, record + REST + at.factors);
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const u32 pair = update[0].a[2 * n + r / 2];
+      x[n][r] = (SPLIT ? u[n][r] : r % 2 ? high_bf16(pair) : low_bf16(pair)) * rest[n][r % 2];
+    }
+  }
+  set_parts(entering, x);
 }
 
 // The first block's stored updates, where they are float32; zeros for other tokens.
@@ -476,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
                       v_stride_token, v_stride_head};
   const Slots slots{codes, scales, keys, updates, decays, codes_stride_slot, scales_stride_slot,
                     keys_stride_slot, updates_stride_slot, decays_stride_slot, places};
-  const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+  u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers), stages = shared_address(smem);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       init_barrier(full + 8 * s, 32);
@@ -491,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
     for (int i = 0; i < span.blocks; i++) {
       const int s = i % STAGES;
       if (i >= STAGES) wait_for_phase(empty + 8 * s, (i / STAGES - 1) & 1);
-      copy_block(shared_address(smem) + s * STAGE, inputs, slots, work, span,
+      copy_block(stages + s * STAGE, inputs, slots, work, span,
                  requests.first_block(request) + i, span.begin + i * BLOCK, lane);
       arrive_after_copies(full + 8 * s);
     }
@@ -506,7 +575,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
   const u64 matrix_row = (u64)head * values + work.first_value + row + g;
   u8* const own_codes = codes + (span.slot * codes_stride_slot + matrix_row * K + 2 * c) * CODE_BYTES;
   float* const own_scales = scales + span.slot * scales_stride_slot + matrix_row;
-  u16* const own_out = out + work.value_at(0) + row + 2 * c;
   Matrix matrix;
   if (span.begin > 0) {
     matrix.load(own_codes, own_scales);
@@ -517,95 +585,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
   if (SPLIT) load_stored(past, slots, work, span, at, row);
   u32 key_rows[STEPS][4];
   wait_for_phase(full, 0);
-  if (DELTA) load_rows(key_rows, shared_address(smem) + at.rows);
+  if (DELTA) load_rows(key_rows, stages + at.rows);
+  u16* to = out + work.value_at(0) + row + 2 * c + ((long long)span.row + span.begin - span.start + g) * (long long)row_stride;
 
-  int s = 0, phase = 0;
-  for (int i = 0; i < span.blocks; i++) {
-    const int begin = span.begin + i * BLOCK;
-    const u32 stage = shared_address(smem) + s * STAGE;
-    const u8* const record = smem + s * STAGE + DATA;
-
-    // --- what the matrix has of keys and queries
-    float x[2][4], o[2][4], u[2][4] = {}, fade[2][2], rate[2][2];
-    load_factors(fade, record + FADE, c);
-    u32 pairs[4], query_rows[STEPS][4];
-    load_transposed(pairs, stage + at.values);
-    if (DELTA) multiply_rows(x, matrix, key_rows);
-    load_rows(query_rows, stage + KEY_TILE + at.rows);
-    multiply_rows(o, matrix, query_rows);
-
-    // --- updates
-    if (!DELTA) load_factors(rate, record + RATE, c);
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const float factor = fade[n][r % 2] * matrix.scale_of(r);
-        const u32 pair = pairs[2 * n + r / 2];
-        float value = r % 2 ? high_bf16(pair) : low_bf16(pair);
-        if (DELTA) value -= x[n][r] * factor;
-        if (SPLIT) {
-          value += past[n][r];
-          past[n][r] = 0;
-        }
-        x[n][r] = value;
-        if (!DELTA) u[n][r] = value * rate[n][r % 2];
-        o[n][r] *= factor;
-      }
-    }
-    if (DELTA) solve_updates(u, x, record, at.lane);
-    Operand update[PARTS];
-    update[0].set(u);
-    if (SPLIT) update[PARTS - 1].set_rest(u, update[0]);
-
-    // --- outputs
-    const uint4 weights = ((const uint4*)(record + WEIGHTS))[at.lane];
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      update[part].multiply(o[0], weights.x, weights.y);
-      update[part].multiply(o[1], weights.z, weights.w);
-    }
-    store_outputs(own_out, row_stride, o, begin, span, g);
-    if (begin + BLOCK > span.stop) {
-      store_updates(slots, work, span, at, row, begin, u);
-      break;
-    }
+  // --- blocks that are full
+  const int full_blocks = (span.stop - span.begin) / BLOCK;
+  int first = span.start - span.begin;  // of a block's rows, this step's
+  keep(full), keep(empty), keep(stages);
+  u32 stage = stages, full_barrier = full, phase = 0;
+  const u8* record = smem + DATA;
+  const u32 last_stage = stages + (STAGES - 1) * STAGE, to_empty = empty - full;
+  float u[2][4], o[2][4];
+  Operand update[PARTS];
+  for (int i = 0; i < full_blocks; i++) {
+    const bool is_last = stage == last_stage;
+    const u32 next_stage = is_last ? stages : stage + STAGE;
+    const u32 next_barrier = is_last ? full : full_barrier + 8;
+    phase ^= is_last;
+    const bool is_next_there = i + 1 == span.blocks || has_phase(next_barrier, phase);
+    // Values are rounded here and not at the end: to do so goes well with the products that follow.
+    matrix.round();
+    read_matrix(u, o, matrix, key_rows, stage, record, past, at);
+    matrix.fade((const float*)(record + END + (COLUMN ? at.factors : 0)));
+    set_parts(update, u);
+    Operand entering[PARTS];
+    fade_updates(entering, u, update, record, at);
+    if (!__all_sync(ALL_LANES, is_next_there)) wait_for_phase(next_barrier, phase);
 
     // --- the next matrix
-    float rest[2][2];
-    load_factors(rest, record + REST, c);
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const u32 pair = update[0].a[2 * n + r / 2];
-        x[n][r] = (SPLIT ? u[n][r] : r % 2 ? high_bf16(pair) : low_bf16(pair)) * rest[n][r % 2];
-      }
-    }
-    update[0].set(x);
-    if (SPLIT) update[PARTS - 1].set_rest(x, update[0]);
-    matrix.fade((const float*)(record + END) + (COLUMN ? 2 * c : 0));
 #pragma unroll
     for (int t = 0; t < TILES; t += 2) {
       u32 b[4];
       load_transposed(b, stage + ENTERING + at.columns + 16 * t);
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        update[part].multiply(matrix.x[t], b[0], b[1]);
-        update[part].multiply(matrix.x[t + 1], b[2], b[3]);
+        entering[part].multiply(matrix.x[t], b[0], b[1]);
+        entering[part].multiply(matrix.x[t + 1], b[2], b[3]);
       }
     }
+    finish_outputs(o, update, record, to, row_stride, first, BLOCK, at);
+    if (DELTA) load_rows(key_rows, next_stage + at.rows);
     __syncwarp();
-    if (at.lane == 0) arrive(empty + 8 * s);
-    if (++s == STAGES) {
-      s = 0;
-      phase ^= 1;
-    }
-    if (i + 1 < span.blocks) {
-      wait_for_phase(full + 8 * s, phase);
-      if (DELTA) load_rows(key_rows, shared_address(smem) + s * STAGE + at.rows);
-    }
-    matrix.round();
+    if (at.is_first) arrive(full_barrier + to_empty);
+    matrix.set_scales();
+    first = 0;
+    to += BLOCK * row_stride;
+    stage = next_stage;
+    full_barrier = next_barrier;
+    record = is_last ? smem + DATA : record + STAGE;
   }
-  if (span.stop / BLOCK * BLOCK > span.begin) matrix.store(own_codes, own_scales, c);
+  matrix.round();
+  if (full_blocks) matrix.store(own_codes, own_scales, c);
+
+  // --- the last one, if it is not
+  if (full_blocks == span.blocks) return;
+  const int begin = span.begin + full_blocks * BLOCK;
+  read_matrix(u, o, matrix, key_rows, stage, record, past, at);
+  set_parts(update, u);
+  finish_outputs(o, update, record, to, row_stride, first, span.stop - begin, at);
+  store_updates(slots, work, span, at, row, begin, u);
 }

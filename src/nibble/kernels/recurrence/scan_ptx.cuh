@@ -5,6 +5,9 @@
 
 DEVICE float exp_of(float x) { return ex2(x * LOG2E); }
 
+// Keep a value in a register: what is computed of a thread's index would be computed again in each turn of a loop.
+DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
+
 // ---- values -------------------------------------------------------------------------------------------
 DEVICE float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 
@@ -15,14 +18,12 @@ DEVICE u32 upper_halves(float lo, float hi) {
   return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
 }
 
-#if __CUDA_ARCH__ >= 890
 // Two values in E4M3, the largest ones saturated, in the lower bytes. From SM89 on.
 DEVICE u32 e4m3x2_from_f32(float lo, float hi) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-#endif
 
 DEVICE float2 f32x2_from_f16x2(u32 x) {
   float2 r;
@@ -46,6 +47,10 @@ DEVICE void load_transposed(u32* r, u32 address) {
 }
 
 // ---- copies to shared memory, and barriers that wait for them -----------------------------------------
+DEVICE void copy_16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
+}
+
 DEVICE void copy_16_or_zeros(u32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;"
                :: "r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
@@ -64,15 +69,19 @@ DEVICE void arrive(u32 barrier) {
   asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s,[%0];\n}" :: "r"(barrier) : "memory");
 }
 
-// Wait until the phase of this parity is complete.
-DEVICE void wait_for_phase(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-  barrier_wait(barrier, parity);
-#else
+// Whether the phase of this parity is complete.
+DEVICE bool has_phase(u32 barrier, u32 parity) {
+  u32 r;
   asm volatile(
-      "{\n.reg .pred p;\nL: mbarrier.test_wait.parity.shared.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}"
-      :: "r"(barrier), "r"(parity) : "memory");
-#endif
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+      : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
+  return r;
+}
+
+// Wait for it. The whole warp does: what follows knows that its lanes are together.
+DEVICE void wait_for_phase(u32 barrier, u32 parity) {
+  while (!__all_sync(ALL_LANES, has_phase(barrier, parity))) {
+  }
 }
 
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
