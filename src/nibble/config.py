@@ -19,10 +19,8 @@ BUNDLED = ("demo", "demo-mla", "demo-hybrid")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
-STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
-"""How recurrent states are kept; kernels/state_formats.py has them."""
-EXACT_STATES = "fp32"
-"""The one that keeps them as the model computes them."""
+STATE_FORMATS, EXACT_STATES = ("fp32", "bf16", "fp8", "int8"), "fp32"
+"""How recurrent states are kept (kernels/state_formats.py), and what keeps them as the model computes them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
 MAX_WINDOW, MAX_SINKS = 4096, 1024
