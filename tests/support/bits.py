@@ -70,10 +70,10 @@ def preempting(llm: LLM) -> LLM:
     scheduler, steps = llm.engine.scheduler, itertools.count(1)
     schedule = scheduler.schedule
 
-    def spy() -> Batch | None:
+    def spy(*drafts: Any) -> Batch | None:
         if next(steps) % 3 == 0 and len(scheduler.running) > 1:
             scheduler._preempt(scheduler.running[-1])
-        return schedule()
+        return schedule(*drafts)
 
     scheduler.schedule = spy  # type: ignore[method-assign]
     return llm
