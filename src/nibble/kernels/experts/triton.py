@@ -472,7 +472,7 @@ def gated(y_SN: Tensor, gate: Gate) -> Tensor:
 
 
 @triton.jit
-def combine_kernel(y, places, chosen, weights, out, outputs, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+def combine_kernel(y, places, choices, weights, out, outputs, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
                    B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Weight and sum up B outputs of a token's rows, in order. Grid: tokens, outputs / B."""
     wait_for_inputs(PDL)
@@ -484,7 +484,7 @@ def combine_kernel(y, places, chosen, weights, out, outputs, EXPERTS: tl.constex
         if places is not None:
             row = tl.load(places + choice)
         # Rows of no expert hold anything.
-        is_there = tl.load(chosen + choice) < EXPERTS
+        is_there = tl.load(choices + choice) < EXPERTS
         y_B = tl.load(y + row * outputs + n, mask=n < tl.where(is_there, outputs, 0), other=0.0).to(
             tl.float32
         )
