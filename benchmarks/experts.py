@@ -318,11 +318,14 @@ class Variant:
     """Of one launch; 0 for several."""
     routed: bool = True
     combines: bool = True
+    plain_tokens: int = cuda.PLAIN_TOKENS
 
     def __str__(self) -> str:
         if self.warps:
             return f"one launch, {self.warps} warps" + ("" if self.routed else ", behind its router's")
         text = "several launches" + ("" if self.combines else ", sums by one of their own")
+        if not self.plain_tokens:
+            text += ", plain matrices in Triton"
         for name, tile in (("first", self.first), ("second", self.second)):
             if tile:
                 text += f", {name} {tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages"
@@ -332,12 +335,12 @@ class Variant:
 @contextmanager
 def chosen(variant: Variant) -> Iterator[None]:
     """Let a layer be computed so, in the body."""
-    own = cuda.tile_of, cuda.combines, one.serves, one.WARPS
+    own = cuda.tile_of, cuda.combines, one.serves, one.WARPS, cuda.PLAIN_TOKENS
 
     def tile_of(*arguments: Any, is_second: bool) -> Tile:
         return (variant.second if is_second else variant.first) or own[0](*arguments, is_second=is_second)
 
-    cuda.tile_of = tile_of
+    cuda.tile_of, cuda.PLAIN_TOKENS = tile_of, variant.plain_tokens
     if not variant.combines:
         cuda.combines = lambda experts_TK, x: False
     if variant.warps:
@@ -347,13 +350,13 @@ def chosen(variant: Variant) -> Iterator[None]:
     try:
         yield
     finally:
-        cuda.tile_of, cuda.combines, one.serves, one.WARPS = own
+        cuda.tile_of, cuda.combines, one.serves, one.WARPS, cuda.PLAIN_TOKENS = own
 
 
 def variants_of(tokens: int) -> list[Variant]:
     """Return what is tried; the first is what others are held against."""
     few = min((n for n in FIRST_TILES if n >= tokens), default=64)
-    found = [Variant()]
+    found = [Variant(), Variant(plain_tokens=0)]
     if few == 1:
         found += [Variant(warps=warps) for warps in (8, 12, 16)]
         found += [Variant(warps=8, routed=False), Variant(combines=False)]
@@ -504,8 +507,17 @@ def main() -> None:
                         parts, *_ = microseconds(made, x)
                 ours, last, found = microseconds(made, x)
                 error = error_of(found, own_output(made[-1], last))
-                rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{parts:.1f}" if parts else "-", f"{ours:.1f}",
-                             f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
+                times = (f"{time:.1f}" if time else "-" for time in (need, theirs, parts, ours))
+                row = (
+                    name,
+                    format,
+                    tokens,
+                    *times,
+                    f"{ours / need:.2f}",
+                    AIMS.get(tokens, "-"),
+                    f"{error:.1e}",
+                )
+                rows.append(row)
                 print(*rows[-1], flush=True)
                 if not error <= WORST:
                     raise SystemExit(

@@ -9,4 +9,6 @@ cases = recall.cases(1, number=4, length_tokens=1100, count=lambda text: len(cou
 for case in cases:
     output = llm.generate(case.prompt, max_tokens=12)
     answer = output.text[: len(case.answer)]
-    print(f"...{case.prompt[-48:]!r}: {answer!r}, expected {case.answer!r}; {output.cached_tokens} tokens cached")
+    print(
+        f"...{case.prompt[-48:]!r}: {answer!r}, expected {case.answer!r}; {output.cached_tokens} tokens cached"
+    )

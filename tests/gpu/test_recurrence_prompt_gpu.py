@@ -154,9 +154,13 @@ def test_a_recorded_step_serves_other_lengths(by_column: bool) -> None:
 
 def test_what_is_not_served() -> None:
     step = prompt(MIXED, "cuda")
-    few = dataclasses.replace(step.metadata, max_length=kernels.MIN_TOKENS - 1)
-    drafts = dataclasses.replace(step.metadata, settled_B=step.metadata.starts_B)
-    assert not kernels.serves(*step.inputs, step.state, few)
-    assert not kernels.serves(*step.inputs, step.state, drafts)
+    changes = (
+        {"max_length": kernels.MIN_TOKENS - 1},
+        {"settled_B": step.metadata.starts_B},
+        {"invariant": True},
+    )
+    for change in changes:
+        metadata = dataclasses.replace(step.metadata, **change)
+        assert not kernels.serves(*step.inputs, step.state, metadata), change
     q, *others = step.inputs
     assert not kernels.serves(q.half(), *others, step.state, step.metadata)

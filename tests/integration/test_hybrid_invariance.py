@@ -23,7 +23,6 @@ from nibble.models.hub import quiet
 from tiny import QWEN3_NEXT, save_tiny, set_generation_config
 
 
-
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **QWEN3_NEXT)

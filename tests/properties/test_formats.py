@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from nibble import formats
-from nibble.formats import KVFormat, scheme
+from nibble.formats import KVFormat, scheme, transforms
 from nibble.formats.base import pack_e2m1
 from nibble.model_spec import HEADS, Stream
 
@@ -236,3 +236,14 @@ def test_power_of_two_scales_follow_their_formulas(amax: float) -> None:
     exact = math.ceil(math.log2(max(amax / 6, 1e-10)))
     assert stored - 127 in {exact, exact - 1, exact + 1}
     assert 2.0 ** (stored - 127) * 6 >= amax * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("dim", [32, 80, 128])
+def test_a_rotation_has_the_same_bits_in_any_step(dim: int) -> None:
+    """Keys of a step are a view of its heads: neither strides nor the number of tokens may move a 4-bit rounding."""
+    heads_HTD = torch.randn(2, 96, dim, generator=torch.Generator().manual_seed(dim))
+    expected = transforms.rotate(heads_HTD.transpose(0, 1).contiguous())
+    for start, stop in ((0, 96), (0, 1), (5, 7), (40, 63), (64, 81)):
+        part = heads_HTD[:, start:stop]
+        for x in (part.transpose(0, 1), part.clone().transpose(0, 1), part.transpose(0, 1).contiguous()):
+            assert torch.equal(transforms.rotate(x), expected[start:stop])

@@ -69,7 +69,8 @@ def rotate(x_THD: Tensor, mean_HD: Tensor | None = None) -> Tensor:
     """Multiply x_THD in float32, block by block, by a Hadamard matrix; the operation is its own inverse."""
     dim = x_THD.shape[-1]
     block = dim & -dim  # the largest power of two that divides dim
-    blocks = x_THD.float().unflatten(-1, (-1, block))
+    # In one layout: products of other strides round otherwise, and keys of a step are a view of its heads.
+    blocks = x_THD.float().contiguous().unflatten(-1, (-1, block))
     return (blocks @ hadamard(block, x_THD.device)).flatten(-2)
 
 

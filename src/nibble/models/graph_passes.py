@@ -2,7 +2,7 @@
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both. A
-router and the layer of experts behind it, both Nibble's own, become one operator, which one launch computes for a token.
+router and the layer of experts behind it, where Nibble computes both, become one operator: one launch for a token.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ReplaceOperators(CustomGraphPass):
 
 def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
     """Make one operator of a layer of experts and its router, if it has one that kernels compute."""
-    x, chosen, weights, *matrices = layer.args
-    route = _source(chosen, 2)
+    x, choices, weights, *matrices = layer.args
+    route = _source(choices, 2)
     if route is None or route is not _source(weights, 1):
         return
     # It comes in the router's place, where all that it is given must be there.
@@ -110,8 +110,9 @@ def _source(value: Any, index: int) -> fx.Node | None:
     if not isinstance(value, fx.Node) or value.target is not operator.getitem or value.args[1] != index:
         return None
     source = value.args[0]
-    is_router = isinstance(source, fx.Node) and source.target is torch.ops.nibble.route.default
-    return source if is_router else None
+    if isinstance(source, fx.Node) and source.target is torch.ops.nibble.route.default:
+        return source
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -83,7 +83,7 @@ static inline void wait_for_copies() {
 }
 
 static inline void arrive_after_copies(u32 barrier) {
-  let_others_run();
+  for (int turns = turns_to_wait(); turns > 0; turns--) let_others_run();
   wait_for_copies();
   arrive(barrier);
 }

@@ -151,7 +151,9 @@ def test_what_cannot_compute_states_is_refused() -> None:
         resolve(Config(model="m"), MODEL, old)
     table = dict(backends.all_backends())
     table["triton"] = replace(table["triton"], adapter=None, missing="the package triton: pip install triton")
-    with pytest.raises(ConfigError, match="on a GPU need the package triton: pip install triton; or --device cpu"):
+    with pytest.raises(
+        ConfigError, match="on a GPU need the package triton: pip install triton; or --device cpu"
+    ):
         resolve(Config(model="m"), MODEL, H200, table)
     resolve(Config(model="m"), MODEL, CPU, table)
 

@@ -193,7 +193,7 @@ def _layer(
     if first and second and one.serves(x, top_k, first, up_bias, second, down_bias, gate):
         return one.layer(x, experts, weights, first, up_bias, second, down_bias, gate, top_k=top_k)[3]
     if first and second and _is_few(x, experts, up) and cuda.serves(x, experts, first, up_bias):
-        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, ahead=second)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, next_matrices=second)
         if cuda.serves(y_SN, experts, second, down_bias):
             if cuda.combines(experts, x):
                 return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
@@ -214,17 +214,17 @@ def _layer(
 def _gated(y_SN: Tensor, gate: Gate) -> Tensor:
     if not _has_kernels(y_SN):
         return naive_gated(y_SN, gate)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.gated(y_SN, gate)
+    return fast.gated(y_SN, gate)
 
 
 def _combined(y_SN: Tensor, places_S: Tensor | None, experts: Tensor, weights: Tensor, count: int) -> Tensor:
     if not _has_kernels(y_SN):
         return naive.combined(y_SN, places_S, experts, weights, count)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.combined(y_SN, places_S, experts, weights, count)
+    return fast.combined(y_SN, places_S, experts, weights, count)
 
 
 def _is_few(x: Tensor, experts: Tensor, weight: Tensor | PackedExperts) -> bool:
@@ -353,12 +353,13 @@ def _routed_shapes(
     top_k: int,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = len(x), len(router_weight)
-    chosen = x.new_empty(tokens, top_k, dtype=torch.int64)
+    # Not len(), which makes a number of a size that a compiler leaves open.
+    tokens, experts = x.shape[0], router_weight.shape[0]
+    experts_TK = x.new_empty(tokens, top_k, dtype=torch.int64)
     return (
         x.new_empty(tokens, experts),
         x.new_empty(tokens, top_k),
-        chosen,
+        experts_TK,
         x.new_empty(x.shape),
     )
 
@@ -367,8 +368,9 @@ def _joined(parts: tuple[Any, ...], facts: str) -> Tensor | PackedExperts:
     if not facts:
         weight: Tensor = parts[0]
         return weight
-    kind, group, *names = facts.split(",")
-    return _packed(*parts, kind, int(group), *names)
+    codes, scale, global_scale = parts
+    kind, group, scales, dtype, rounded = facts.split(",")
+    return _packed(codes, scale, global_scale, kind, int(group), scales, dtype, rounded)
 
 
 def _layer_shape(x: Tensor, *arguments: Any) -> Tensor:

@@ -203,7 +203,7 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    ahead: PackedExperts | None = None, tile: Tile | None = None,
+    next_matrices: PackedExperts | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -216,7 +216,7 @@ def few_product(
         places_S: Int64: it receives which row of the result each choice has.
         gate: What becomes of outputs, if anything.
         weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
-        ahead: What the next product multiplies with.
+        next_matrices: What the next product multiplies with.
         tile: Another tile than the fastest.
 
     Raises:
@@ -237,18 +237,20 @@ def few_product(
         len(x) != tokens and experts_TK.is_contiguous(),
     )
     tile = tile or _tile(x, experts_TK, matrices)
-    use = Use(matrices.format, (outputs, inputs), tile, gate.kind if gate else "", tokens == 1 and (is_combined or not is_each),
-              top_k if is_combined else 0)  # fmt: skip
-    ahead = ahead if tile.prefetches and tokens == 1 else None
+    is_one = tokens == 1 and (is_combined or not is_each)
+    kind, summed = gate.kind if gate else "", top_k if is_combined else 0
+    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed)
+    following = next_matrices if tile.prefetches and tokens == 1 else None
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
     tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S, ahead.codes if ahead else None)  # fmt: skip
+               out_SN, places_S, following.codes if following else None)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
     sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early), int(is_combined and weights_TK.dtype == torch.float32))  # fmt: skip
+             int(is_each), int(is_early), int(is_float32))  # fmt: skip
     values = (
         *pointers,
-        ahead.codes[0].nbytes if ahead else 0,
+        following.codes[0].nbytes if following else 0,
         *sizes,
         *((gate.limit, gate.factor) if gate else (0.0, 1.0)),
     )

@@ -1,4 +1,4 @@
-"""A layer of experts for a single token in one launch of CUDA C++ (one.cu), with its router if that is one that kernels know.
+"""A layer of experts for a single token in one launch of CUDA C++ (one.cu), with its router if kernels know it.
 
 Launches one behind the other wait for each other longer than a token's experts take to read: each must end before the
 next one knows what it reads. Here a block of each multiprocessor reads all its codes without a pause.
@@ -145,7 +145,7 @@ def serves(
         and (router is None or (router.dtype == x.dtype and router.is_contiguous()))
         and all(bias.dtype == x.dtype and bias.stride(1) == 1 for bias in biases)
         and fits(shape, gpu_of(x.device).memory)
-        and _state(shape, x.device) is not None
+        and _state(shape, up.codes) is not None
     )
 
 
@@ -161,19 +161,23 @@ def _kernel(arch: int, device: int, shared: int, shape: Shape, memory: int) -> A
     return Kernel(cubin(SOURCE, arch, shape.macros(memory)), SOURCE.stem, shared)
 
 
-_states: dict[tuple[Shape, torch.device], tuple[Tensor, Tensor]] = {}
+_states: dict[tuple[Shape, torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _state(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return what blocks of a kernel share from launch to launch; None where it cannot be made now."""
-    if (shape, device) not in _states:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _state(shape: Shape, codes: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return what blocks of a kernel share from launch to launch; None where it cannot be made now.
+
+    Each layer has its own, so that layers of two models may run at a time.
+    """
+    key = shape, codes.device, codes.data_ptr()
+    if key not in _states:
+        if codes.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        state = torch.full((4 + 2 * max(shape.experts, 1),), EMPTY, dtype=torch.int32, device=device)
+        state = torch.full((4 + 2 * max(shape.experts, 1),), EMPTY, dtype=torch.int32, device=codes.device)
         state[0] = 0
-        values = torch.full((2, shape.slots, shape.inner), EMPTY, dtype=torch.int16, device=device)
-        _states[shape, device] = state, values
-    return _states[shape, device]
+        values = torch.full((2, shape.slots, shape.inner), EMPTY, dtype=torch.int16, device=codes.device)
+        _states[key] = state, values
+    return _states[key]
 
 
 def layer(
@@ -209,9 +213,9 @@ def layer(
         shape_of(x, top_k, up, down, gate, routes=router is not None),
         gpu_of(x.device),
     )
-    found = _state(shape, x.device)
-    assert found
-    state, values = found
+    launch_state = _state(shape, up.codes)
+    assert launch_state
+    state, values = launch_state
     if x.stride(1) != 1 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(x)

@@ -226,12 +226,15 @@ def _matrix_rule(
     batch: StateMetadata,
 ) -> ModuleType:
     """Return the kernels of a step: where results are to be invariant, the same for all steps."""
-    from nibble.kernels.recurrence import decode
+    from nibble.kernels.recurrence import decode, prompt
     from nibble.kernels.recurrence import triton as any_cut
 
-    if not batch.invariant and any_cut.is_one_token(batch):
+    if batch.invariant:
+        return any_cut
+    if any_cut.is_one_token(batch):
         return decode
-    return any_cut
+    inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
+    return prompt if prompt.serves(*inputs) else any_cut
 
 
 def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:

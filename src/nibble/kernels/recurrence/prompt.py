@@ -104,6 +104,8 @@ def serves(
         v_THV.is_cuda
         and metadata.max_length >= MIN_TOKENS
         and metadata.settled_B is None
+        and metadata.states_at_B is None
+        and not metadata.invariant
         and dtypes == {torch.bfloat16}
         and log_decay.dtype == torch.float32
         and (beta_TH is None or beta_TH.dtype in RATES)
