@@ -68,7 +68,10 @@ def test_a_layer_in_a_graph(name: str, tokens: int, gate: Gate) -> None:
     up, down = (matrices(name, shape) for shape in ((EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)))
     biases = [torch.randn(EXPERTS, n, device="cuda").bfloat16() for n in (2 * inner, hidden)]
     biases = biases if gate.kind == CLAMPED else [None, None]
-    x, weight = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.randn(EXPERTS, hidden, device="cuda")
+    x, weight = (
+        torch.randn(tokens, hidden, device="cuda").bfloat16(),
+        torch.randn(EXPERTS, hidden, device="cuda"),
+    )
     weight = (weight * hidden**-0.5).bfloat16()
     chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K)[1]
     weights = torch.rand(tokens, TOP_K, device="cuda")
@@ -94,7 +97,9 @@ def test_a_layer_in_a_graph(name: str, tokens: int, gate: Gate) -> None:
         exact = x.float() @ weight.float().T
         assert (logits.float() - exact).norm() <= TOLERANCE * exact.norm()
         right_weights, right = router.naive.choose(logits, TOP_K, True)
-        assert torch.equal(found, right) and (found_weights.float() - right_weights.float()).abs().max() < 0.01
+        assert (
+            torch.equal(found, right) and (found_weights.float() - right_weights.float()).abs().max() < 0.01
+        )
         for y, who, how in ((routed, found, found_weights), (given, chosen, weights)):
             inside = gated(naive.product(x, who, up, biases[0]).float(), gate).bfloat16()
             rows = naive.product(inside, who, down, biases[1]).float()
@@ -118,7 +123,9 @@ def test_a_token_of_large_models_takes_one_launch() -> None:
     assert cuda.matrices_of(torch.zeros(2, 8, 8, device="cuda").bfloat16(), 1)
 
 
-@pytest.mark.parametrize(("experts", "inputs", "top_k"), [(128, 2048, 8), (32, 2880, 4), (8, 4096, 2), (256, 2048, 8)])
+@pytest.mark.parametrize(
+    ("experts", "inputs", "top_k"), [(128, 2048, 8), (32, 2880, 4), (8, 4096, 2), (256, 2048, 8)]
+)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 65, 3000])
 def test_routes_in_a_graph(tokens: int, experts: int, inputs: int, top_k: int) -> None:
     torch.manual_seed(0)
@@ -127,7 +134,7 @@ def test_routes_in_a_graph(tokens: int, experts: int, inputs: int, top_k: int) -
     bias = torch.randn(experts, device="cuda").bfloat16()
 
     def step() -> tuple[torch.Tensor, ...]:
-        return *router.route(x, weight, bias, top_k, is_normalized=True), *router.route(x, weight, None, top_k, is_normalized=False)  # fmt: skip # noqa: E501
+        return *router.route(x, weight, bias, top_k, is_normalized=True), *router.route(x, weight, None, top_k, is_normalized=False)  # fmt: skip
 
     step()
     graph = torch.cuda.CUDAGraph()

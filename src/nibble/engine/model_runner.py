@@ -475,7 +475,9 @@ class _StateRows:
             sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
         )
         settled_B = None if self._settled is None else sent[self._settled].int()
-        return StateMetadata(slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant)
+        return StateMetadata(
+            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
+        )
 
 
 def _state_slot(item: ScheduledRequest) -> int:

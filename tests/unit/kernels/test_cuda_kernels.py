@@ -220,7 +220,13 @@ def test_layers_without_room_are_computed_in_parts() -> None:
     fp8 = WeightFormat("e4m3", 128)
     fits = one.Shape(fp8, SILU, 2048, 768, 8, 0, 132, 8)
     assert one.fits(fits, SHARED[90])
-    for other in ({"hidden": 7168}, {"slots": 9}, {"blocks": 1000}, {"hidden": 2052}, {"inner": 64, "slots": 1}):
+    for other in (
+        {"hidden": 7168},
+        {"slots": 9},
+        {"blocks": 1000},
+        {"hidden": 2052},
+        {"inner": 64, "slots": 1},
+    ):
         assert not one.fits(replace(fits, **other), SHARED[90]), other
     assert not one.fits(fits, 60_000)
 

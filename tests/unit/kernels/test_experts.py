@@ -155,7 +155,10 @@ def test_the_twin_of_a_gate(gate: Gate) -> None:
 def test_the_twin_of_a_sum(dtype: torch.dtype, has_places: bool) -> None:
     """Rows of no expert, which may hold anything, count for nothing."""
     rng = torch.Generator().manual_seed(0)
-    y, weights = torch.randn(12, 700, generator=rng).to(DEVICE), torch.rand(4, 3, generator=rng).to(DEVICE, dtype)
+    y, weights = (
+        torch.randn(12, 700, generator=rng).to(DEVICE),
+        torch.rand(4, 3, generator=rng).to(DEVICE, dtype),
+    )
     chosen = torch.randint(0, 6, (4, 3), generator=rng).to(DEVICE)
     places = torch.randperm(12, generator=rng).to(DEVICE) if has_places else None
     chosen[1, 1] = 6
@@ -163,7 +166,9 @@ def test_the_twin_of_a_sum(dtype: torch.dtype, has_places: bool) -> None:
     found = twin.combined(y, places, chosen, weights, 6)
     assert torch.allclose(found, naive.combined(y, places, chosen, weights, 6), atol=1e-5)
     rows = y if places is None else y[places]
-    expected = (rows.view(4, 3, -1).nan_to_num() * weights.float().masked_fill(chosen == 6, 0)[:, :, None]).sum(1)
+    expected = (
+        rows.view(4, 3, -1).nan_to_num() * weights.float().masked_fill(chosen == 6, 0)[:, :, None]
+    ).sum(1)
     assert torch.allclose(found, expected, atol=1e-5)
 
 

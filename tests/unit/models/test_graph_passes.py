@@ -131,14 +131,16 @@ def routed_layer(
 
 
 def test_a_router_and_its_layer_become_one_operator() -> None:
-    names = replaced(lambda *inputs: routed_layer(*inputs), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
+    names = replaced(routed_layer, torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
     assert "nibble.experts_routed_layer.default" in names
     assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
 
 
 @pytest.mark.parametrize("options", [{"own": False}, {"other": True}], ids=str)
 def test_layers_of_other_rows_or_weights_stay(options: dict[str, bool]) -> None:
-    names = replaced(lambda *inputs: routed_layer(*inputs, **options), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
+    names = replaced(
+        lambda *inputs: routed_layer(*inputs, **options), torch.randn(1, 5, 40), WEIGHT, *EXPERTS
+    )
     assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 

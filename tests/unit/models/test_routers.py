@@ -47,7 +47,9 @@ def test_a_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(router.cuda, "serves", lambda weight, top_k: True)
         assert routers.serve_routers(model) == len(routers_of(model)) > 0
         monkeypatch.undo()
-        monkeypatch.setattr(router, "route", lambda *args, **options: calls.append(1) or route(*args, **options))
+        monkeypatch.setattr(
+            router, "route", lambda *args, **options: calls.append(1) or route(*args, **options)
+        )
         assert torch.allclose(model(input_ids=ids, use_cache=False).logits, expected, atol=1e-5)
     assert len(calls) == len(routers_of(model))
 
