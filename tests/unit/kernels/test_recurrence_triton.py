@@ -368,7 +368,7 @@ def compiled(kernel, types, fixed, warps, stages=3):
 def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel):
     code, itemsize, max_code = CODES[format]
     half = dict.fromkeys(("q", "k", "v", "keys", "out"), dtype)
-    full = dict.fromkeys(("log_decay", "beta", "sums", "weights", "scales", "kept"), "fp32")
+    full = dict.fromkeys(("log_decay", "beta", "sums", "weights", "scales", "decays"), "fp32")
     types = {**half, **full, "codes": code, "updates": "fp32" if format == "fp32" else dtype}
     fixed = dict(H=heads, G=key_heads, V=rows, K=columns, P=16, MAX_CODE=max_code, COLUMNS=by_column, DELTA=delta, PDL=True)
     if not max_code:
@@ -433,7 +433,7 @@ for args in (("fp32", "bf16", 32, 16, 128, 128, False, True, "any"), ("int8", "b
 def test_other_kernels_compile() -> None:
     lines = compile_for_sm90("""
 for rows, width, warps in ((1, conv.FEW_CHANNELS, 1), (conv.TOKENS, conv.CHANNELS, 4)):
-    types = dict.fromkeys(("x", "weight", "bias", "kept", "out"), "bf16")
+    types = dict.fromkeys(("x", "weight", "bias", "inputs", "out"), "bf16")
     ptx = compiled(conv.conv_kernel, types, dict(x_stride_C=1, weight_stride_W=1, W=4, P=4, SILU=True, R=rows, C=width, PDL=True), warps)
     print("conv", "local" in ptx)
 for format in CODES:
@@ -444,7 +444,7 @@ for format in CODES:
         fixed |= dict(scales=None, scales_stride_S=0)
     print("selective", "local" in compiled(mamba.selective_kernel, {**half, **full, "codes": code}, fixed, 4))
 fixed = dict(settled=None, P=16, X=1024, PDL=True)
-print("store", "local" in compiled(tiles.store_kernel, {"rows": "bf16", "kept": "bf16"}, fixed, 4))
+print("store", "local" in compiled(tiles.store_kernel, {"rows": "bf16", "target": "bf16"}, fixed, 4))
 ptx = compiled(copies.copy_kernel, {"table": "i64", "pairs": "i64"}, dict(UNIT=triton.language.int64, I=copies.ITEMS), 8)
 print("copy", not re.search(r"ld.global\\S*b64", ptx))
 """)

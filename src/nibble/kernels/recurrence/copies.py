@@ -62,9 +62,9 @@ def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Se
         return
     bytes_of = [(tensor, tensor[0].numel() * tensor.itemsize) for tensor in tensors]
     for unit in UNITS:
-        chosen = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
-        if chosen:
-            _copy(chosen, unit, waves)
+        group = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
+        if group:
+            _copy(group, unit, waves)
 
 
 def _waves(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

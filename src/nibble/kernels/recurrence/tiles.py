@@ -140,7 +140,7 @@ def add_product(sum, a, b, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def store_kernel(
-    rows, kept, slots, starts, cu_seqlens, settled, columns, row_stride, kept_stride_S,
+    rows, target, slots, starts, cu_seqlens, settled, columns, row_stride, target_stride_S,
     P: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store what later steps read of the newest tokens, each at its place. Grid: tiles of X, tokens, requests.
@@ -155,8 +155,8 @@ def store_kernel(
         x = tl.program_id(0) * X + tl.arange(0, X)
         row = (first + position - start).to(tl.int64)
         value_X = tl.load(rows + row * row_stride + x, mask=x < columns, other=0.0)
-        kept_X = kept + slot * kept_stride_S + position % P * columns + x
-        tl.store(kept_X, value_X.to(kept.dtype.element_ty), mask=x < columns)
+        kept_X = target + slot * target_stride_S + position % P * columns + x
+        tl.store(kept_X, value_X.to(target.dtype.element_ty), mask=x < columns)
 
 
 def store_rows(rows_TX: Tensor, kept_SPX: Tensor, batch: StateMetadata) -> None:

@@ -78,14 +78,14 @@ def _pick_row(x_JX, is_J):
 
 
 @triton.jit
-def _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride_T, sums_stride_T, kept_stride_P,
+def _add_up(log_decay, sums, decays, first, length, start, begin, log_decay_stride_T, sums_stride_T, decays_stride_P,
             P: tl.constexpr, WIDTH: tl.constexpr, X: tl.constexpr):  # fmt: skip
     """Store the sums of a block's log decays up to each of its new tokens, added one by one."""
     at, stop = tl.maximum(begin, start), tl.minimum(begin + BLOCK, start + length)
     x = tl.arange(0, X)
     # Of a block that begins with a new token, nothing comes before.
     stored_width = tl.where(at > begin, WIDTH, 0)
-    sum_X = tl.load(kept + (at + P - 1) % P * kept_stride_P + x, mask=x < stored_width, other=0.0)
+    sum_X = tl.load(decays + (at + P - 1) % P * decays_stride_P + x, mask=x < stored_width, other=0.0)
     for position in range(at, stop):
         row = (first + position - start).to(tl.int64)
         new_X = tl.load(log_decay + row * log_decay_stride_T + x, mask=x < WIDTH, other=0.0)
@@ -95,8 +95,8 @@ def _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride
 
 @triton.jit(do_not_specialize_on_alignment=["q_stride_T", "k_stride_T", "log_decay_stride_T"])
 def weights_kernel(
-    q, k, log_decay, keys, kept, sums, weights, slots, starts, cu_seqlens,
-    q_stride_T, k_stride_T, log_decay_stride_T, keys_stride_S, kept_stride_S,
+    q, k, log_decay, keys, decays, sums, weights, slots, starts, cu_seqlens,
+    q_stride_T, k_stride_T, log_decay_stride_T, keys_stride_S, decays_stride_S,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, P: tl.constexpr, KW: tl.constexpr,
     COLUMNS: tl.constexpr, DELTA: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -112,8 +112,8 @@ def weights_kernel(
     # --- sums of log decays
     WIDTH: tl.constexpr = K if COLUMNS else 1
     log_decay, sums = log_decay + head * WIDTH, sums + head * WIDTH
-    kept = kept + slot * kept_stride_S + head * WIDTH
-    _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride_T, H * WIDTH, H * WIDTH,
+    decays = decays + slot * decays_stride_S + head * WIDTH
+    _add_up(log_decay, sums, decays, first, length, start, begin, log_decay_stride_T, H * WIDTH, H * WIDTH,
             P, WIDTH, KW if COLUMNS else 1)  # fmt: skip
     tl.debug_barrier()
     # --- load
@@ -125,7 +125,7 @@ def weights_kernel(
     keys_JK = _load_keys(keys_J, k + row_J * k_stride_T + key_head * K, stored_J, new_J, K, KW)
     q_IK = _load_rows(q + row_J * q_stride_T + key_head * K, new_J, K, KW)
     sums_new_J = sums + row_J * (H * WIDTH)
-    sums_J = _load_sums(kept + place_J * (H * WIDTH), sums_new_J, stored_J, new_J, K, KW, COLUMNS)
+    sums_J = _load_sums(decays + place_J * (H * WIDTH), sums_new_J, stored_J, new_J, K, KW, COLUMNS)
     # --- weigh
     place = (first + request * (2 * BLOCK) + begin - first_block).to(tl.int64)
     weights = weights + (place * H + head) * (2 * BLOCK)
@@ -236,9 +236,9 @@ def _advance(matrix_VK, update_VJ, keys_JK, sums, COLUMNS: tl.constexpr, FULL: t
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
-    q, k, v, beta, sums, weights, codes, scales, keys, updates, kept, slots, starts, cu_seqlens, states_at, settled,
+    q, k, v, beta, sums, weights, codes, scales, keys, updates, decays, slots, starts, cu_seqlens, states_at, settled,
     out, rows, requests, q_stride_T, k_stride_T, v_stride_T, beta_stride_T,
-    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, kept_stride_S,
+    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     VW: tl.constexpr, KW: tl.constexpr, MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr,
     FULL: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -268,7 +268,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
     matrix_VK = decode_rows(codes_loaded_VK, scale_V, MAX_CODE)
     keys, updates = keys + slot * keys_stride_S + key_head * K, updates + slot * updates_stride_S
     WIDTH: tl.constexpr = K if COLUMNS else 1
-    kept, sums = kept + slot * kept_stride_S + head * WIDTH, sums + head * WIDTH
+    decays, sums = decays + slot * decays_stride_S + head * WIDTH, sums + head * WIDTH
     first_place = first + request * (2 * BLOCK) - start // BLOCK * BLOCK
     weights = weights + (first_place.to(tl.int64) * H + head) * (2 * BLOCK)
     for begin in range(state_at, end, BLOCK):
@@ -279,7 +279,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         keys_J = keys + place_J * (G * K)
         keys_JK = _load_keys(keys_J, k + row_J * k_stride_T + key_head * K, stored_J, new_J, K, KW)
         q_JK = _load_rows(q + row_J * q_stride_T + key_head * K, new_J, K, KW)
-        kept_J, new_sums_J = kept + place_J * (H * WIDTH), sums + row_J * (H * WIDTH)
+        kept_J, new_sums_J = decays + place_J * (H * WIDTH), sums + row_J * (H * WIDTH)
         fade = _load_sums(kept_J, new_sums_J, stored_J, new_J, K, KW, COLUMNS)
         new_VJ = keep_V[:, None] & new_J[None, :]
         v_VJ = v + (row_J * v_stride_T)[None, :] + (head * V + v_V)[:, None]
