@@ -1,7 +1,7 @@
 """What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--formats bf16,fp8,mxfp4] [--tokens 1,8,64]
-        [--peer] [--variants] [--kernels]
+        [--peer] [--parts] [--variants] [--kernels]
 
 Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, one behind the other,
 so that none is in the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are
@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from torch import Tensor, nn
 
 import gpu
 from nibble.errors import BackendError
-from nibble.kernels import router
-from nibble.kernels.experts import cuda
+from nibble.kernels import experts as kernels
+from nibble.kernels import gpu_of, router
+from nibble.kernels.experts import cuda, one
 from nibble.kernels.experts.cuda import Tile
+from nibble.kernels.experts.gate import Gate
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved
 from nibble.models import experts, routers
 from nibble.models.forward import inductor_options
@@ -38,18 +41,35 @@ from nibble.models.forward import inductor_options
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
     ),
     "gpt-oss-20b": (
         "gpt_oss",
-        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+        },
     ),
     "tiny": (
         "qwen3_moe",
-        {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
+        {
+            "hidden_size": 128,
+            "moe_intermediate_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
     ),
 }
 LAYERS, TRIALS, WARM_SECONDS = 6, 15, 0.2
+SHOWN = 12
+"""Variants."""
 BF16 = "bf16"
 WORST = 0.02
 """Largest error of an output, norm over norm."""
@@ -187,6 +207,25 @@ def needed_bytes(block: nn.Module, x: Tensor) -> int:
     return each * len(seen[0].unique()) + others
 
 
+@contextmanager
+def own_parts(made: list[nn.Module]) -> Iterator[None]:
+    """Let routers and gates be the family's own code, in the body."""
+    modules = [module for block in made for module in block.modules()]
+    kept = [
+        (module, name, vars(module)[name])
+        for module in modules
+        for name in ("nibble_gate", "forward")
+        if name in vars(module)
+    ]
+    for module, name, _ in kept:
+        delattr(module, name)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
 def check_router(block: nn.Module, x: Tensor) -> None:
     """Hold what a router that is served chooses against the definition."""
     x_TH = x.reshape(-1, x.shape[-1])
@@ -201,14 +240,35 @@ def check_router(block: nn.Module, x: Tensor) -> None:
                 raise SystemExit(f"a router of {len(x_TH)} tokens is wrong: {off:.2g}, {worst:.2g}")
 
 
-def recorded(made: list[nn.Module], x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-    """Return a graph of all layers as they are written, not compiled, and what the last gets and computes."""
-    chain(made, x)
+def recorded(
+    made: list[nn.Module], x: Tensor, *, routed: bool
+) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """Return a graph of all layers, not compiled, and what the last gets and computes.
+
+    routed: whether a layer and its router are one operator, as a compiler has them.
+    """
+    run = routed_chain if routed else chain
+    run(made, x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs, y = chain(made, x)
+        inputs, y = run(made, x)
     return graph, inputs[-1], y
+
+
+def routed_chain(made: list[nn.Module], x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the same as chain()."""
+    inputs, y = [], torch.zeros_like(x)
+    for block in made:
+        (route,) = (m for m in block.modules() if hasattr(m, "is_normalized"))
+        (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
+        x = x + y
+        inputs.append(x)
+        pairs = (experts._matrices(module, name) for name in ("gate_up_proj", "down_proj"))
+        router_parts = route.weight, getattr(route, "bias", None)
+        y = kernels.routed_layer(x[0], router_parts, *pairs, Gate(*module.nibble_gate), top_k=route.top_k,
+                                 is_normalized=route.is_normalized)[None]  # fmt: skip
+    return inputs, y
 
 
 def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> list[str]:
@@ -232,106 +292,150 @@ def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> list[str]:
 FIRST_TILES = {
     tokens: [Tile(*sizes) for sizes in tiles]
     for tokens, tiles in {
-        1: [(32, 8, 3, 9), (32, 8, 3, 6), (32, 8, 4, 5), (32, 8, 5, 3), (32, 8, 6, 2), (64, 8, 2, 6), (64, 8, 3, 3)],
-        8: [(32, 8, 5, 2), (32, 8, 5, 3), (32, 8, 4, 4), (32, 8, 3, 6), (64, 8, 3, 2), (64, 8, 3, 3), (64, 8, 2, 5)],
-        64: [(32, 16, 5, 2), (32, 16, 5, 3), (32, 16, 4, 4), (32, 8, 5, 3), (64, 16, 3, 2), (64, 16, 3, 3),
-             (64, 16, 2, 4), (64, 8, 3, 3), (64, 8, 4, 2)],
+        1: [(32, 8, 5, 3), (32, 8, 4, 5)],
+        8: [(32, 8, 5, 2), (32, 8, 5, 3), (64, 8, 3, 2), (64, 8, 3, 3), (64, 8, 2, 5)],
+        64: [
+            (32, 16, 5, 3),
+            (64, 16, 3, 2),
+            (64, 16, 3, 3),
+            (64, 16, 2, 4),
+            (64, 8, 3, 3),
+        ],
     }.items()
-}  # fmt: skip
-"""By tokens, tiles that are tried for the first product."""
-SECOND_TILES = FIRST_TILES | {
-    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (2, 4), (2, 7), (6, 2))] + [Tile(64, 8, 2, 4)]
 }
+"""By tokens, tiles that are tried for the first product."""
+SECOND_TILES = FIRST_TILES | {1: [Tile(32, 8, 6, 2), Tile(32, 8, 5, 2)]}
 """The same for the second; all are tried with the default of the other."""
 
 
-SEPARATE = "sums by a launch of their own"
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute a layer, in the place of the one that is chosen."""
+
+    first: Tile | None = None
+    second: Tile | None = None
+    warps: int = 0
+    """Of one launch; 0 for several."""
+    routed: bool = True
+    combines: bool = True
+    plain_tokens: int = cuda.PLAIN_TOKENS
+
+    def __str__(self) -> str:
+        if self.warps:
+            return f"one launch, {self.warps} warps" + ("" if self.routed else ", behind its router's")
+        text = "several launches" + ("" if self.combines else ", sums by one of their own")
+        if not self.plain_tokens:
+            text += ", plain matrices in Triton"
+        for name, tile in (("first", self.first), ("second", self.second)):
+            if tile:
+                text += f", {name} {tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages"
+        return text
 
 
 @contextmanager
-def tiled(first: Tile | None, second: Tile | None, *, combines: bool) -> Iterator[None]:
-    """Let products have other tiles, or a token's rows be summed up by a launch of its own, in the body."""
-    own, own_combines = cuda.tile_of, cuda.combines
+def chosen(variant: Variant) -> Iterator[None]:
+    """Let a layer be computed so, in the body."""
+    own = cuda.tile_of, cuda.combines, one.serves, one.WARPS, cuda.PLAIN_TOKENS
 
     def tile_of(*arguments: Any, is_second: bool) -> Tile:
-        return (second if is_second else first) or own(*arguments, is_second=is_second)
+        return (variant.second if is_second else variant.first) or own[0](*arguments, is_second=is_second)
 
-    cuda.tile_of = tile_of
-    if not combines:
+    cuda.tile_of, cuda.PLAIN_TOKENS = tile_of, variant.plain_tokens
+    if not variant.combines:
         cuda.combines = lambda experts_TK, x: False
+    if variant.warps:
+        one.WARPS = dict.fromkeys(one.WARPS, variant.warps)
+    else:
+        one.serves = lambda *arguments, **options: False
     try:
         yield
     finally:
-        cuda.tile_of, cuda.combines = own, own_combines
+        cuda.tile_of, cuda.combines, one.serves, one.WARPS, cuda.PLAIN_TOKENS = own
 
 
-def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
-    """Return tiles of both products by name."""
+def variants_of(tokens: int) -> list[Variant]:
+    """Return what is tried; the first is what others are held against."""
     few = min((n for n in FIRST_TILES if n >= tokens), default=64)
-    found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
-    found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
+    found = [Variant(), Variant(plain_tokens=0)]
     if few == 1:
-        found |= {
-            f"first {_brief(tile)}, prefetches": (replace(tile, prefetches=True), None)
-            for tile in FIRST_TILES[few][:4]
-        }
-        found[SEPARATE] = (None, None)
-    return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
+        found += [Variant(warps=warps) for warps in (8, 12, 16)]
+        found += [Variant(warps=8, routed=False), Variant(combines=False)]
+        found += [Variant(first, second) for first in FIRST_TILES[1] for second in SECOND_TILES[1]]
+        return found
+    return (
+        found
+        + [Variant(first=tile) for tile in FIRST_TILES[few]]
+        + [Variant(second=tile) for tile in SECOND_TILES[few]]
+    )
 
 
-def _brief(tile: Tile) -> str:
-    return f"{tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages"
-
-
-def compile_variants(block: nn.Module, tokens: int) -> None:
-    """Compile kernels of all variants at a time."""
-    from nibble.kernels.nvrtc import cubin
-
+def sources_of(block: nn.Module, tokens: int) -> set[tuple[Path, tuple[tuple[str, int], ...]]]:
+    """Return sources and macros of the kernels of all variants."""
     (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
-    top_k = module.config.num_experts_per_tok
-    settings = set()
-    gate = (module.nibble_gate or ("",))[0]
-    for tiles in variants_of(tokens).values():
-        for name, tile in zip(("gate_up_proj", "down_proj"), tiles, strict=True):
-            weight = experts._matrices(module, name)[0]
-            matrices = (
-                weight.matrices if isinstance(weight, experts.ExpertMatrices) else cuda.matrices_of(weight, 1)
-            )
-            if not matrices:
-                continue
-            is_second, one = name == "down_proj", tokens == 1
+    top_k, gate = module.config.num_experts_per_tok, Gate(*module.nibble_gate)
+    parts = (experts._matrices(module, name)[0] for name in ("gate_up_proj", "down_proj"))
+    up, down = (
+        w.matrices if isinstance(w, experts.ExpertMatrices) else cuda.matrices_of(w, 1) for w in parts
+    )
+    found, single = set(), tokens == 1
+    if not up or not down:
+        return found
+    memory = gpu_of(up.codes.device).memory
+    for variant in variants_of(tokens):
+        if variant.warps:
+            shape = one.shape_of(up.codes, top_k, up, down, gate, routes=variant.routed)
+            shape = replace(shape, warps=variant.warps)
+            if one.fits(shape, memory):
+                found.add((one.SOURCE, tuple(shape.macros(memory).items())))
+            continue
+        for matrices, tile, is_second in (
+            (up, variant.first, False),
+            (down, variant.second, True),
+        ):
             own = tile or cuda.tile_of(matrices, tokens, tokens * top_k, is_second=is_second)
-            use = cuda.Use(
-                matrices.format, own, "" if is_second else gate, one, top_k if is_second and one else 0
-            )
-            settings.add(tuple(cuda.macros(use).items()))
-    arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda macros: cubin(cuda.SOURCE, arch, dict(macros)), settings))
+            combined = single and is_second and variant.combines
+            use = cuda.Use(matrices.format, matrices.shape[1:], own, "" if is_second else gate.kind,
+                           single and (combined or not is_second), top_k if combined else 0)  # fmt: skip
+            found.add((cuda.SOURCE, tuple(cuda.macros(use).items())))
+    return found
 
 
 def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
-    """Print the time of a layer with each variant, the fastest first, and the timeline of the first and the fastest."""
-    tokens = x.shape[1]
-    compile_variants(made[0], tokens)
-    results = []
-    for name, tiles in variants_of(tokens).items():
-        with tiled(*tiles, combines=name != SEPARATE):
+    """Print the time of a layer with each variant, the fastest first, and the timeline of the fastest."""
+    from nibble.kernels.nvrtc import cubin
+
+    tokens, arch = x.shape[1], gpu_of(x.device).arch
+    with ThreadPoolExecutor(16) as pool:
+        list(
+            pool.map(
+                lambda key: cubin(key[0], arch, dict(key[1])),
+                sources_of(made[0], tokens),
+            )
+        )
+    results: list[tuple[float, Variant, float, Tensor, list[str]]] = []
+    for variant in variants_of(tokens):
+        with chosen(variant):
             try:
-                graph, last, y = recorded(made, x)
+                graph, last, y = recorded(made, x, routed=variant.routed)
             except (BackendError, RuntimeError) as error:
-                print(f"  {name}: {str(error)[:80]}", flush=True)
+                print(f"  {variant}: {str(error)[:80]}", flush=True)
                 continue
             us = timed(graph.replay, warm=WARM_SECONDS / 4) / len(made)
-            off = (
-                error_of(y, own_output(made[-1], last)) if name == "as chosen" else error_of(y, results[0][3])
+            expected = results[0][3] if results else own_output(made[-1], last)
+            results.append(
+                (
+                    us,
+                    variant,
+                    error_of(y, expected),
+                    y.clone(),
+                    timeline(graph, len(made)),
+                )
             )
-            results.append((us, name, off, y.clone(), timeline(graph, len(made)) if tokens < 64 else []))
-    chosen = results[0]
-    for us, name, off, _, _ in sorted(results, key=lambda r: r[0]):
-        print(f"  {us:8.1f} us  {us / need:5.2f}  {off:.1e}  {name}", flush=True)
-    for result in (chosen, min(results, key=lambda r: r[0])):
-        print(f"  {result[1]}:", *result[4], sep="\n    ", flush=True)
+    for us, variant, off, _, _ in sorted(results, key=lambda r: r[0])[:SHOWN]:
+        print(f"  {us:8.1f} us  {us / need:5.2f}  {off:.1e}  {variant}", flush=True)
+    worst = max(results, key=lambda r: r[2])
+    print(f"  largest error {worst[2]:.1e}: {worst[1]}; when kernels of the fastest begin and end:")
+    print(*min(results, key=lambda r: r[0])[4], sep="\n    ", flush=True)
 
 
 def error_of(y: Tensor, expected: Tensor) -> float:
@@ -346,10 +450,25 @@ def main() -> None:
     parser.add_argument("--formats", default=BF16, help=f"{BF16}, {', '.join(KINDS)}")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument(
-        "--peer", action="store_true", help="time Transformers' own, too, which takes a while"
+        "--peer",
+        action="store_true",
+        help="time Transformers' own, too, which takes a while",
     )
-    parser.add_argument("--variants", action="store_true", help="time other tiles, too, and not compiled")
-    parser.add_argument("--kernels", action="store_true", help="list kernels, and when they begin and end")
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="time routers and gates of the family's own code, too",
+    )
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="time other tiles, too, and not compiled",
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="list kernels, and when they begin and end",
+    )
     gpu.add_output_options(parser)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -360,7 +479,13 @@ def main() -> None:
             made = blocks(name, format, device)
             hidden = SHAPES[name][1]["hidden_size"]
             for tokens in map(int, options.tokens.split(",")):
-                x = torch.randn(1, tokens, hidden, device=device, dtype=next(made[0].parameters()).dtype)
+                x = torch.randn(
+                    1,
+                    tokens,
+                    hidden,
+                    device=device,
+                    dtype=next(made[0].parameters()).dtype,
+                )
                 inputs, _ = chain(made, x)
                 need = sum(map(needed_bytes, made, inputs)) / len(made) / copy / 1e6
                 theirs = None
@@ -370,20 +495,40 @@ def main() -> None:
                     serve(made, experts._NAME)
                 if options.variants:
                     check_router(made[0], x)
-                    print(f"{name} {format}, {tokens} tokens, {need:.1f} us of bytes:", flush=True)
+                    print(
+                        f"{name} {format}, {tokens} tokens, {need:.1f} us of bytes:",
+                        flush=True,
+                    )
                     time_variants(made, x, need)
                     continue
+                parts = None
+                if options.parts:
+                    with own_parts(made):
+                        parts, *_ = microseconds(made, x)
                 ours, last, found = microseconds(made, x)
                 error = error_of(found, own_output(made[-1], last))
-                rows.append((name, format, tokens, f"{need:.1f}", f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}",
-                             f"{ours / need:.2f}", AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
+                times = (f"{time:.1f}" if time else "-" for time in (need, theirs, parts, ours))
+                row = (
+                    name,
+                    format,
+                    tokens,
+                    *times,
+                    f"{ours / need:.2f}",
+                    AIMS.get(tokens, "-"),
+                    f"{error:.1e}",
+                )
+                rows.append(row)
                 print(*rows[-1], flush=True)
                 if not error <= WORST:
                     raise SystemExit(
                         f"{name} {format}, {tokens} tokens: off by {error:.2g}, {WORST:g} is allowed"
                     )
                 if options.kernels:
-                    print(*timeline(compiled(made, x)[0], len(made)), sep="\n    ", flush=True)
+                    print(
+                        *timeline(compiled(made, x)[0], len(made)),
+                        sep="\n    ",
+                        flush=True,
+                    )
             del made
     head = (
         "model",
@@ -391,6 +536,7 @@ def main() -> None:
         "tokens",
         "bytes, us",
         "Transformers, us",
+        "in parts, us",
         "Nibble, us",
         "times the bytes",
         "floor",

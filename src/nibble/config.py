@@ -12,23 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from nibble.drafts import SpeculativeSpec
 from nibble.errors import ConfigError, RequestError, unknown
 
 BUNDLED = ("demo", "demo-mla", "demo-hybrid")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
-ACTIVATIONS = ("auto", "bf16", "fp8")
-STATE_FORMATS = ("fp32", "bf16", "fp8", "int8")
-"""How recurrent states are kept; kernels/state_formats.py has them."""
-EXACT_STATES = "fp32"
-"""The one that keeps them as the model computes them."""
+QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
+STATE_FORMATS, EXACT_STATES = ("fp32", "bf16", "fp8", "int8"), "fp32"
+"""How recurrent states are kept (kernels/state_formats.py), and what keeps them as the model computes them."""
 WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
 """Formats that matrices can be quantised to as they load."""
-MAX_WINDOW = 4096
-"""Most tokens of an exact window."""
-MAX_SINKS = 1024
-"""Most first tokens that all queries read exactly."""
+MAX_WINDOW, MAX_SINKS = 4096, 1024
+"""Most tokens of an exact window, and most first tokens that all queries read exactly."""
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0: dividing logits by it would overflow."""
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -172,6 +168,12 @@ class Config:
         "Keep the cache of sparse attention (DSA) in host memory, and hot tokens on the device, once that is full: on, "
         "or settings as buffer=4096,host_memory=64GiB,host_format=FORMAT; off if left out.",
     )
+    speculative: str = option(
+        "",
+        "Draft tokens that a step verifies, for the same answers sooner: lookup (what followed the last tokens "
+        "before), or draft:PATH (a smaller model of the same tokenizer); none if left out.",
+    )
+    speculative_tokens: str = option("auto", "Most drafts of a request and step; auto: by what was accepted.")
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
     compile: bool = option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
     compile_cache: bool = option(
@@ -210,12 +212,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
-            if isinstance(getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        # Callers from Python give bytes as a number.
-        if _is("int", self.kv_memory):
-            object.__setattr__(self, "kv_memory", str(self.kv_memory))
+        self._to_text()
         for option in fields(self):
             annotation, value = str(option.type), getattr(self, option.name)
             if not _fits(annotation, value):
@@ -227,7 +224,7 @@ class Config:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.state_interval < 0:
-            raise ConfigError(f"state_interval must be a number of tokens, or 0, not {self.state_interval}")
+            raise ConfigError(f"state_interval must be a number of tokens or 0, not {self.state_interval}")
         if self.kv_window is not None and not 0 <= self.kv_window <= MAX_WINDOW:
             raise ConfigError(f"kv_window must lie in [0, {MAX_WINDOW}], not {self.kv_window}")
         if not 0 <= self.kv_sinks <= MAX_SINKS:
@@ -239,8 +236,17 @@ class Config:
             raise ConfigError(
                 f"gpu_memory_utilization is a share of the memory, above 0 and up to 1, not {share}"
             )
-        _ = self.kv_memory_bytes, self.offload, self.quality  # all raise where the text is malformed
+        _ = self.kv_memory_bytes, self.offload, self.quality, self.drafts  # raise where the text is malformed
         self._check_watch()
+
+    def _to_text(self) -> None:
+        for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        # Callers from Python give bytes and tokens as numbers.
+        for name in ("kv_memory", "speculative_tokens"):
+            if _is("int", getattr(self, name)):
+                object.__setattr__(self, name, str(getattr(self, name)))
 
     def _check_names(self) -> None:
         choices = (
@@ -280,6 +286,11 @@ class Config:
             self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=0,
             kv_sinks=0,
         )  # fmt: skip
+
+    @property
+    def drafts(self) -> SpeculativeSpec | None:
+        """Who drafts, if anybody does."""
+        return SpeculativeSpec.parse(self.speculative, self.speculative_tokens)
 
     @property
     def quality(self) -> Mapping[str, float]:

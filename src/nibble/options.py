@@ -47,6 +47,8 @@ class ConfigOptions(TypedDict, total=False):
     token_budget: int | None
     index_topk: int | None
     hisparse: str
+    speculative: str
+    speculative_tokens: str | int
     prefix_cache: bool
     compile: bool
     compile_cache: bool

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from nibble.config import MAX_WINDOW, Config, OffloadSpec
+from nibble.drafts import MAX_DRAFTS
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
@@ -144,6 +145,8 @@ class CacheSpec:
     """Of recurrent states."""
     state_interval: int
     """Tokens of a prompt after which a snapshot of states is kept, 0 for none inside prompts."""
+    max_drafts: int
+    """Most draft tokens of a request in a step; 0 where nobody drafts."""
     chooses_transforms: bool
     """Whether the plan decides on the transforms of K of schemes that name none."""
 
@@ -177,6 +180,7 @@ class CacheSpec:
             sinks=config.kv_sinks,
             state_format=config.state_format,
             state_interval=config.state_interval,
+            max_drafts=config.drafts.tokens or MAX_DRAFTS if config.drafts else 0,
             chooses_transforms=schemes.parse_transforms(config.kv_transforms) is None,
         )
 

@@ -9,7 +9,6 @@ rows differ.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bits import first_difference, traced
+from bits import ANSWER, answer, differs, first_difference, limited, traced
 from nibble import LLM
-from nibble.engine.request import Batch
 from tiny import MLA, save_tiny
 
 pytestmark = [
@@ -29,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
 
-ANSWER, LONG_ANSWER = 8, 80
+LONG_ANSWER = 80
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -205,41 +203,6 @@ def test_decode_steps_in_cuda_have_the_bits_of_prompts(
 
 
 @contextmanager
-def recorded(llm: LLM) -> Iterator[dict[str, list[Tensor]]]:
-    """Logits of every sampled token, by request, in order."""
-    seen: dict[str, list[Tensor]] = defaultdict(list)
-    forward = llm.engine.runner.forward
-
-    def spy(batch: Batch, **options: Any) -> Tensor:
-        logits = forward(batch, **options)
-        names = [item.request.id for item in batch.scheduled if item.samples_token]
-        for name, row in zip(names, logits, strict=False):
-            seen[name].append(row.clone())
-        return logits
-
-    llm.engine.runner.forward = spy  # type: ignore[method-assign]
-    yield seen
-    llm.engine.runner.forward = forward  # type: ignore[method-assign]
-
-
-def answer(llm: LLM, prompts: list[list[int]], target: int = 0, count: int = ANSWER, **params: Any) -> Tensor:
-    """Logits [count, V] of prompts[target], answered together with the others."""
-    with recorded(llm) as seen:
-        llm.generate(prompts, max_tokens=count, ignore_eos=True, progress=False, **params)
-    name = sorted(seen, key=lambda name: int(name.split("-")[0]))[target]
-    # A preempted request samples some tokens twice; with the same bits that is the same answer.
-    rows = torch.stack(seen[name]).unique_consecutive(dim=0)
-    assert len(rows) >= count
-    return rows[:count]
-
-
-def differs(found: Tensor, expected: Tensor) -> str:
-    rows = (found != expected).any(1).nonzero()[:, 0].tolist()
-    far = float((found.float() - expected.float()).abs().max())
-    return f"logits of answer tokens {rows} differ, by {far:.3g} at most" if rows else ""
-
-
-@contextmanager
 def engine(path: Path, scheme: str, **options: Any) -> Iterator[LLM]:
     settings = {"kv_memory": "64MiB", "max_running": 8, "max_context": 1024, "dtype": "bfloat16", **options}
     yield LLM(str(path), kv_format=scheme, kv_scales="one", device="cuda", deterministic=True, **settings)
@@ -290,15 +253,6 @@ def test_the_same_bits_however_computed(name: str, scheme: str, tmp_path: Path) 
     expected = dict.fromkeys(found, cold) | {"preempted": long}
     problems = {case: text for case, logits in found.items() if (text := differs(logits, expected[case]))}
     assert not problems, f"{name} in {scheme}: {problems}; test_which_module_differs says where it begins"
-
-
-@contextmanager
-def limited(llm: LLM, tokens: int) -> Iterator[None]:
-    scheduler = llm.engine.scheduler
-    before = scheduler.token_budget, scheduler.chunk
-    scheduler.token_budget = scheduler.chunk = tokens
-    yield
-    scheduler.token_budget, scheduler.chunk = before
 
 
 @contextmanager

@@ -17,5 +17,5 @@ def test_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines and sum(len(line) == 1 for line in lines) < len(lines) / 2, "a text printed letter by letter"
 
 
-def test_there_are_seven() -> None:
-    assert len(EXAMPLES) == 7
+def test_there_are_eight() -> None:
+    assert len(EXAMPLES) == 8

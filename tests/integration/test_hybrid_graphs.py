@@ -83,7 +83,7 @@ def test_frozen_slots_are_noticed(served: Any, monkeypatch: pytest.MonkeyPatch) 
     """The comparison above can fail: a row of the table that is never brought up to date."""
     plain = answers(served())
     monkeypatch.setattr(PageTables, "take_slots", lambda self: ([], []))
-    with pytest.raises(Exception):  # noqa: B017, PT011  # two rows with the slot of padding, or another answer
+    with pytest.raises(Exception):  # noqa: B017  # two rows with the slot of padding, or another answer
         assert answers(recorded(served())) == plain
 
 

@@ -104,7 +104,9 @@ def test_a_wrong_kernel_stops_the_start(fault: str, name: str, monkeypatch: pyte
     functions = {one: getattr(kernels, one) for one in ("causal_conv", "recurrence", "selective")}
     functions[name] = _of_served(name, FAULTS[fault](name))
     monkeypatch.setattr(recurrent, "kernels", SimpleNamespace(**functions))
-    with pytest.raises(BackendError, match=r"a recurrent layer \(\w+, states in int8\) \w+ .* wrongly .*--device cpu"):
+    with pytest.raises(
+        BackendError, match=r"a recurrent layer \(\w+, states in int8\) \w+ .* wrongly .*--device cpu"
+    ):
         state_test(pool("int8", "bfloat16"), GROUPS, "bfloat16")
 
 
@@ -128,6 +130,8 @@ def test_wrong_states_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_copies_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers but the last."""
-    monkeypatch.setattr(state_pool, "copy_slots", lambda layers, *pairs: kernels.copy_slots(layers[:-1], *pairs))
+    monkeypatch.setattr(
+        state_pool, "copy_slots", lambda layers, *pairs: kernels.copy_slots(layers[:-1], *pairs)
+    )
     with pytest.raises(BackendError, match="copies of recurrent states are wrong"):
         state_test(pool(), GROUPS, "float32")

@@ -79,10 +79,10 @@ def test_too_complex_in_the_middle_ends_that_answer_alone(llm: LLM, monkeypatch:
     """As when llguidance reaches a limit: it allows the end from there on, which must not pass for an answer."""
     usual = Matcher.allowed
 
-    def allowed(self: Matcher, answer: Any) -> bytes:
+    def allowed(self: Matcher, answer: Any, *drafts: Any) -> bytes:
         if len(answer) == 3:
             monkeypatch.setattr(Matcher, "error", property(lambda one: "too complex" if one is self else ""))
-        return usual(self, answer)
+        return usual(self, answer, *drafts)
 
     monkeypatch.setattr(Matcher, "allowed", allowed)
     pieces: list[list[Delta]] = [[], []]

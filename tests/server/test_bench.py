@@ -37,6 +37,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
     requests: list[tuple[str, dict[str, str]]] = []
 
     def get(url: str, headers: dict[str, str], timeout: float) -> httpx.Response:
+        if url.endswith("/v1/cache"):  # of another server
+            return httpx.Response(404, request=httpx.Request("GET", url))
         requests.append((url, headers))
         answer = {"data": [{"id": "demo"}]} if "empty" not in url else {"data": []}
         return httpx.Response(200, json=answer, request=httpx.Request("GET", url))
@@ -138,3 +140,14 @@ def test_without_guidellm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_servers_only(calls: Calls) -> None:
     result = run("kernels")
     assert result.exit_code == command.USAGE and "'kernels'" in result.stderr
+
+
+def test_what_became_of_drafts_is_said(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [
+        {"drafter": "lookup", "steps": 10, "drafted": 40, "accepted": 20},
+        {"drafter": "lookup", "steps": 14, "drafted": 60, "accepted": 30},
+    ]
+    left = iter(counts)
+    monkeypatch.setattr(bench, "_drafts_of", lambda url, key: next(left))
+    result = run("serve", "--model", "demo")
+    assert "drafts by lookup: 10 of 20 tokens accepted (50%), 3.50 tokens a verification" in result.stdout

@@ -19,6 +19,7 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.cache.states import StateStats
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
+from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
 from nibble.server.metrics import COUNTERS, GAUGES, Metrics
 from nibble.server.tracing import HttpLog, RequestLogMiddleware
@@ -39,6 +40,9 @@ WINDOW = {
 STATES = {
     "states_total": 9, "states_free": 2, "states_in_use": 4, "states_idle": 3, "states_attached": 5,
     "states_evicted": 2, "states_snapshot_hits": 7, "states_snapshot_misses": 1, "states_replayed_tokens": 48,
+}  # fmt: skip
+DRAFTS = {
+    "drafts_steps": 4, "drafts_drafted": 20, "drafts_accepted": 9, "drafts_accepted_at_0": 4, "drafts_accepted_at_1": 5,
 }  # fmt: skip
 WATCH = {
     "fidelity_samples": 7, "fidelity_alerts": 2, "fidelity_alert": 1, "fidelity_skipped_cached": 4,
@@ -316,3 +320,15 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 def test_the_version_is_a_label() -> None:
     assert f'nibble:build_info{{version="{nibble.__version__}"}} 1.0' in meters_of().render()[0].decode()
+
+
+def test_drafts_by_drafter_and_position() -> None:
+    engine = FakeEngine()
+    engine.stats = {**DRAFTS}
+    engine.ready = wire.Ready(64, 256, {"drafter": "lookup"})
+    found = read(meters_of(engine))
+    assert found["spec_decode_num_drafts_total", "lookup"] == 4
+    assert found["spec_decode_num_draft_tokens_total", "lookup"] == 20
+    assert found["spec_decode_num_accepted_tokens_total", "lookup"] == 9
+    assert found["spec_decode_num_accepted_tokens_per_pos_total", "lookup", "1"] == 5
+    assert not any("spec_decode" in name for name, *_ in read(meters_of()))

@@ -191,6 +191,16 @@ def test_slots_of_recurrent_states_add_up() -> None:
     assert cache_view(STATS, ABOUT)["states"] is cache_view({}, {**ABOUT, "states": STATES})["states"] is None
 
 
+def test_drafts_are_counted() -> None:
+    stats = {**STATS, "drafts_steps": 4.0, "drafts_drafted": 20.0, "drafts_accepted": 9.0}
+    found = cache_view(stats, {**ABOUT, "drafter": "lookup"})["drafts"]
+    assert found == {
+        "drafter": "lookup", "steps": 4, "drafted": 20, "accepted": 9, "accept_rate": 0.45, "tokens_per_step": 3.25,
+    }  # fmt: skip
+    assert cache_view({}, {**ABOUT, "drafter": "lookup"})["drafts"]["accept_rate"] is None
+    assert cache_view(STATS, ABOUT)["drafts"] is None
+
+
 # In a browser
 
 

@@ -1,8 +1,9 @@
-"""Two runs of a model, bit by bit: which module's output differs first; and runs with preemption."""
+"""Two runs of a model, bit by bit: logits of answers, which module's output differs first; and runs with preemption."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from nibble import LLM
 from nibble.engine.request import Batch
 
+ANSWER = 8
+"""Tokens of an answer."""
 Trace = list[tuple[str, Tensor]]
 """Names of modules, in the order in which they finished, and the rows that they returned [T, ...]."""
 
@@ -67,10 +70,54 @@ def preempting(llm: LLM) -> LLM:
     scheduler, steps = llm.engine.scheduler, itertools.count(1)
     schedule = scheduler.schedule
 
-    def spy() -> Batch | None:
+    def spy(*drafts: Any) -> Batch | None:
         if next(steps) % 3 == 0 and len(scheduler.running) > 1:
             scheduler._preempt(scheduler.running[-1])
-        return schedule()
+        return schedule(*drafts)
 
     scheduler.schedule = spy  # type: ignore[method-assign]
     return llm
+
+
+@contextmanager
+def recorded(llm: LLM) -> Iterator[dict[str, list[Tensor]]]:
+    """Logits of every sampled token, by request, in order."""
+    seen: dict[str, list[Tensor]] = defaultdict(list)
+    forward = llm.engine.runner.forward
+
+    def spy(batch: Batch, **options: Any) -> Tensor:
+        logits = forward(batch, **options)
+        names = [item.request.id for item in batch.scheduled if item.samples_token]
+        for name, row in zip(names, logits, strict=False):
+            seen[name].append(row.clone())
+        return logits
+
+    llm.engine.runner.forward = spy  # type: ignore[method-assign]
+    yield seen
+    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+def answer(llm: LLM, prompts: list[list[int]], target: int = 0, count: int = ANSWER, **params: Any) -> Tensor:
+    """Logits [count, V] of prompts[target], answered together with the others."""
+    with recorded(llm) as seen:
+        llm.generate(prompts, max_tokens=count, ignore_eos=True, progress=False, **params)
+    name = sorted(seen, key=lambda name: int(name.split("-")[0]))[target]
+    # A preempted request samples some tokens twice; with the same bits that is the same answer.
+    rows = torch.stack(seen[name]).unique_consecutive(dim=0)
+    assert len(rows) >= count
+    return rows[:count]
+
+
+def differs(found: Tensor, expected: Tensor) -> str:
+    rows = (found != expected).any(1).nonzero()[:, 0].tolist()
+    far = float((found.float() - expected.float()).abs().max())
+    return f"logits of answer tokens {rows} differ, by {far:.3g} at most" if rows else ""
+
+
+@contextmanager
+def limited(llm: LLM, tokens: int) -> Iterator[None]:
+    scheduler = llm.engine.scheduler
+    before = scheduler.token_budget, scheduler.chunk
+    scheduler.token_budget = scheduler.chunk = tokens
+    yield
+    scheduler.token_budget, scheduler.chunk = before

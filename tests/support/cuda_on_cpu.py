@@ -15,14 +15,24 @@ from typing import Any
 
 HEADERS = Path(__file__).with_name("cuda_on_cpu")
 COMPILER = shutil.which("g++")
-WARNINGS = ("-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-unused-variable", "-Wno-strict-aliasing")
+WARNINGS = (
+    "-Wall",
+    "-Wno-unused-function",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-variable",
+    "-Wno-strict-aliasing",
+)
 
 
 class Kernel:
     """In the place of nvrtc.Kernel: a launch runs to its end."""
 
     def __init__(self, source: Path, macros: dict[str, int], seed: int = 0) -> None:
-        self._library, self._name, self._seed = _library(source, tuple(sorted(macros.items()))), source.stem, seed
+        self._library, self._name, self._seed = (
+            _library(source, tuple(sorted(macros.items()))),
+            source.stem,
+            seed,
+        )
 
     def launch(
         self, grid: int, threads: int, shared: int, types: Sequence[Any], values: Sequence[Any], **_: Any
@@ -34,7 +44,9 @@ class Kernel:
 
 @functools.cache
 def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> Any:
-    texts = {path.name: path.read_text() for path in (*source.parent.glob("scan*.cuh"), *HEADERS.glob("*.cuh"))}
+    texts = {
+        path.name: path.read_text() for path in (*source.parent.glob("scan*.cuh"), *HEADERS.glob("*.cuh"))
+    }
     texts["kernel.cpp"] = _translated(source)
     key = hashlib.sha256(repr((texts, macros)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / "nibble-cuda-on-cpu" / key

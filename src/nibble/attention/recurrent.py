@@ -96,7 +96,7 @@ def selective(
     return kernels.selective(x, dt, A, B, C, state, batch)
 
 
-def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch]:
+def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch | StateMetadata]:
     assert states is not None, "whoever runs a model with recurrent layers gives the step their states"
     batch = states.batch
     # What computes on a CPU reads numbers, and waits for nothing.

@@ -23,7 +23,9 @@ class Place(Enum):
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. The manager and its books change it.
+    """One request's pages, in the order of its tokens. The manager and its books change it.
+
+    `pages` only grows, but for pages of drafts that do not count, which are given back.
 
     The pages of an open lease, as half-open intervals:
 
@@ -55,6 +57,8 @@ class Lease:
     """With a host tier: leading pages that need not be on the device."""
     num_saved: int = 0
     """With a host tier: leading pages that were offered to the host. The host tier sets this."""
+    num_kept_pages: int | None = None
+    """Leading pages that are the same as when the page tables last looked; None: all. Those set it back to that."""
     num_reserved_tokens: int = 0
     """Tokens that have been computed once all chunks that were reserved are committed."""
     exact_pages: dict[int, int] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.cache.states import StateBooks, StateSlots, StateStats
+from nibble.drafts import MAX_DRAFTS
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
 
@@ -314,6 +315,24 @@ class CacheManager:
         for books in (self._window, self._states):
             if books:
                 books.commit(lease, previous)
+
+    def draft_room(self, lease: Lease, start: int) -> int:
+        """Return the most draft tokens that a step may have after the token at `start`."""
+        return self._states.draft_room(lease, start) if self._states else MAX_DRAFTS
+
+    def take_back(self, lease: Lease) -> None:
+        """Give back what is reserved behind the last stored token: of drafts that do not count.
+
+        Args:
+            lease: an open lease, of which no step is in flight.
+        """
+        assert self.residency is None, "a host tier has one new token a step"
+        lease.num_reserved_tokens, count = lease.num_stored_tokens, self.pages_for(lease.num_stored_tokens)
+        if surplus := lease.pages[count:]:
+            del lease.pages[count:]
+            self._allocator.release(reversed(surplus))
+            lease.num_kept_pages = min(count, count if lease.num_kept_pages is None else lease.num_kept_pages)
+            self._num_releases += 1
 
     def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them.

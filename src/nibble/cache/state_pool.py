@@ -19,7 +19,9 @@ class StatePool:
         format: of matrices, one of kernels/state_formats.FORMATS.
         dtype: the compute dtype, as torch calls it.
         device: where they lie.
+        max_drafts: most tokens of a step that may be taken back.
         poison: fill them with NaN where a format can, to show reads of what was never written.
+        invariant: whether every step is computed by kernels whose bits depend on no cut (--deterministic).
     """
 
     def __init__(
@@ -30,14 +32,18 @@ class StatePool:
         dtype: str,
         device: torch.device | str,
         *,
+        max_drafts: int = 0,
         poison: bool = False,
+        invariant: bool = False,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.invariant = num_slots, invariant
         self.layers: dict[int, LayerState] = {}
         """By layer."""
         for group in groups:
             for layer in group.layers:
-                self.layers[layer] = layer_state(group, num_slots, format, getattr(torch, dtype), 0, device)
+                self.layers[layer] = layer_state(
+                    group, num_slots, format, getattr(torch, dtype), max_drafts, device
+                )
         if poison:
             self.poison()
 

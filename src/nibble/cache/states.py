@@ -21,7 +21,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.snapshots import SnapshotPages
 from nibble.cache.turns import Group, group_at, note_kept, note_use
 from nibble.errors import OutOfPages
-from nibble.kernels.state_formats import IN_FLIGHT
+from nibble.kernels.state_formats import BLOCK, IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,17 @@ class StateBooks:
         start = max(lease.num_reserved_tokens, lease.num_stored_tokens)
         boundaries = (b * self.page_size for b in lease.state_boundaries)
         return min((at for at in boundaries if at > start), default=None)
+
+    def draft_room(self, lease: Lease, start: int) -> int:
+        """Return the most draft tokens that a step may have after the token at `start`, which counts.
+
+        No draft fills a block, so that states are brought forward by tokens that count alone, and stay where the first
+        token of a step expects them. A step begins at each page boundary, where states may be gone on from.
+        """
+        end = start + 1
+        if lease.is_sharing and end % self.page_size == 0:
+            return 0
+        return BLOCK - 1 - end % BLOCK
 
     def reserve(self, lease: Lease, start: int) -> None:
         """Give `lease` what its next step needs, whose first token is `start`."""

@@ -117,10 +117,20 @@ def bench(
     # A profile has one level; several are runs of GuideLLM's own.
     if "," in levels and not _has_flag("--profile", options):
         arguments += ["--override", f"profile.{field}", levels]
+    _run_guidellm(arguments, url, key)
+
+
+def _run_guidellm(arguments: list[str], url: str, key: str | None) -> None:
+    """Run GuideLLM, and say what became of the server's drafts meanwhile."""
     from guidellm.cli import cli
 
-    # In this process, so that no key is an argument of a process.
-    cli.main(arguments, prog_name="guidellm")
+    before = _drafts_of(url, key)
+    try:
+        # In this process, so that no key is an argument of a process.
+        cli.main(arguments, prog_name="guidellm")
+    finally:
+        if before and (after := _drafts_of(url, key)):
+            print(_drafts_line(before, after))
 
 
 class PassThrough(TyperCommand):
@@ -140,6 +150,31 @@ def _split_address(rest: list[str]) -> tuple[str, list[str]]:
     url = rest[0] if has_url else LOCAL_SERVER
     url = url if "://" in url else f"http://{url}"
     return url.rstrip("/").removesuffix("/v1").rstrip("/"), rest[has_url:]
+
+
+def _drafts_of(url: str, key: str | None) -> dict[str, Any] | None:
+    """Return a server's counts of drafts; None where nobody drafts, or it is another kind of server."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        drafts = (
+            httpx.get(f"{url}/v1/cache", headers=headers, timeout=30).raise_for_status().json().get("drafts")
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
+        return None
+    return drafts if isinstance(drafts, dict) else None
+
+
+def _drafts_line(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what became of the drafts in between."""
+    steps, drafted, accepted = (after[name] - before[name] for name in ("steps", "drafted", "accepted"))
+    if drafted < 1:
+        return f"drafts by {after['drafter']}: none were verified"
+    return (
+        f"drafts by {after['drafter']}: {accepted:,} of {drafted:,} tokens accepted ({accepted / drafted:.0%}), "
+        f"{1 + accepted / steps:.2f} tokens a verification"
+    )
 
 
 def _served_model(url: str, key: str | None) -> str:
@@ -162,7 +197,7 @@ BackendsOption = Annotated[
 Times = dict[str, tuple[Timing, ...]]
 IDLE = (
     "kv_scales", "threads", "prefix_cache", "compile", "compile_cache", "watch_fidelity", "fidelity_alert",
-    "require_quality", "chat_template", "generation_config",
+    "require_quality", "chat_template", "generation_config", "speculative", "speculative_tokens",
 )  # fmt: skip
 """Fields of Config that change no time of a backend."""
 CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")

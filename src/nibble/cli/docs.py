@@ -164,8 +164,9 @@ the order in which `auto` takes backends is in `src/nibble/attention/rankings/`.
 STATES_HEAD = """
 ## Recurrent states
 
-Layers of [hybrid models](hybrid.md) that keep a state, by the rule that updates it and the format it is kept in. On GPUs
-their kernels are Nibble's own, in Triton; on a CPU the definition itself serves. A convolution alone keeps inputs.
+Layers of [hybrid models](hybrid.md) that keep a state, by the rule that updates it and the format it is kept in. On \
+GPUs their kernels are Nibble's own, in Triton, and for long prompts of `delta` and `decay` in CUDA C++; on a CPU the \
+definition itself serves. A convolution alone keeps inputs.
 """
 
 

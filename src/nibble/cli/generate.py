@@ -161,7 +161,7 @@ def _format_cost(llm: LLM, tokens: int, seconds: float) -> str:
     """Return what answers cost, and what the host tier and the fidelity watch say, where there are any."""
     rate = tokens / seconds if seconds else 0.0
     size = terminal.summary_of_bytes(Entry.of(llm.config).name, llm.plan.layout)
-    notes = (part.summary for part in (llm.tier, llm.error_monitor) if part)
+    notes = (part.summary for part in (llm.tier, llm.error_monitor, llm.speculation) if part)
     return "\n".join((f"{size}; {tokens} tokens, {rate:.1f} tokens/s", *notes))
 
 
@@ -186,6 +186,7 @@ def _run_of(scheme: str, llm: LLM, outputs: Sequence[Output], seconds: float) ->
         "seconds": round(seconds, 3),
         "hisparse": llm.tier.summary if llm.tier else None,
         "fidelity": llm.error_monitor.summary if llm.error_monitor else None,
+        "drafts": llm.speculation.summary if llm.speculation else None,
         "startup": {part: round(duration, 3) for part, duration in llm.startup.items()},
         "answers": [asdict(output) for output in outputs],
     }

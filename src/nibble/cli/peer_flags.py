@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nibble.cli import peer_drafts
 from nibble.errors import ConfigError
 
 ONE_GPU = "one process serves one GPU; start a server for each, or use a scheme of fewer bytes or a smaller checkpoint"
@@ -33,8 +34,6 @@ ANSWERS = {
     "--kv-cache-dtype-skip-layers": "name the layers and their scheme, as --kv-layers 0,-1=bf16",
     "--calculate-kv-scales": "scales are measured by --kv-scales calibrate",
     "--quantization-param-path": "scales of a file are read by --kv-scales FILE",
-    "--speculative-algorithm": "drafting is not served yet",
-    "--speculative-config": "drafting is not served yet",
     "--enable-lora": "LoRA is not served",
     "--enable-hierarchical-cache": "a host tier is there for sparse attention: --hisparse on",
 }
@@ -51,15 +50,18 @@ def translate(arguments: Sequence[str]) -> list[str]:
         ConfigError: A flag asks for what is not served; says what is.
     """
     rest: list[str] = []
+    drafts: dict[str, str] = {}
     tier: dict[str, Any] | None = None
     queue = iter(arguments)
     for argument in queue:
         flag, equals, value = argument.partition("=")
         if flag in ANSWERS:
             raise ConfigError(f"{flag} has no counterpart here: {ANSWERS[flag]}")
-        if flag in (*PARALLEL, DEQUANTISED, HISPARSE_CONFIG):
+        if flag in (*PARALLEL, DEQUANTISED, HISPARSE_CONFIG, *peer_drafts.FLAGS):
             value = value if equals else next(queue, "")
-            if flag == HISPARSE_CONFIG:
+            if flag in peer_drafts.FLAGS:
+                drafts[flag] = value
+            elif flag == HISPARSE_CONFIG:
                 tier = {**(tier or {}), **_settings(value)}
             else:
                 _check_usual(flag, value)
@@ -67,6 +69,7 @@ def translate(arguments: Sequence[str]) -> list[str]:
             tier = tier or {}
         else:
             rest.append(argument)
+    rest += peer_drafts.translate(drafts) if drafts else []
     return rest if tier is None else [*rest, *_hisparse(tier)]
 
 

@@ -57,6 +57,8 @@ class Collector:
             finish_reason=last.finish_reason,
             logprobs=logprobs if self.params.logprobs is not None else None,
             error=last.error,
+            accepted_drafts=last.accepted_drafts,
+            rejected_drafts=last.rejected_drafts,
         )
 
 

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,11 @@ from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
-from nibble.errors import ScaleError
+from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
@@ -55,6 +56,7 @@ from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
 from nibble.models.quantization import Handling, require_readable
 from nibble.models.refusals import load_config
+from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter
 
 CHUNK = 512
@@ -98,6 +100,7 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         engine_plan = _runnable(plan_engine(config))
     defaults = sampling_defaults(model, config.generation_config)
     tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
+    _check_tokenizers(engine_plan, tokenizer)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
     scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
     if config.require_quality:
@@ -110,6 +113,19 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
     texts = builtin_texts() if calibrate is None else calibrate
     return EngineParts(engine_plan, tokenizer, defaults, source, texts)
+
+
+def _check_tokenizers(engine_plan: EnginePlan, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError where a model drafts whose tokens are other ones."""
+    draft = engine_plan.draft
+    if draft is None or tokenizer is None:
+        return
+    other = tokenizer_of(pinned(draft).model, trust_remote_code=draft.trust_remote_code)
+    if other is not None and not tokenizer.is_like(other):
+        raise ConfigError(
+            f"{draft.model} cannot draft for {engine_plan.config.model}: their tokenizers differ; choose a smaller "
+            "model with the same one"
+        )
 
 
 def preflight(
@@ -190,7 +206,24 @@ def build(
     engine.runner.error_monitor = error_monitor
     startup.notes += staging_warnings(plan, budget.context)
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
+    drafter = _draft_model(engine_plan, engine, test=test)
+    engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
     return engine, engine_plan
+
+
+def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
+    """Return what a model that drafts is made of, where one does: an engine that nobody submits requests to."""
+    if engine_plan.draft is None:
+        return ()
+    # The threads are the large model's.
+    config = replace(
+        engine_plan.draft, threads=torch.get_num_threads() if engine_plan.hardware.is_cpu else None
+    )
+    with engine.startup.part("draft model"):
+        draft, draft_plan = build(config, test=test)
+    scheduler = draft.scheduler
+    sampler = Sampler(engine_plan.config.seed)
+    return draft.runner, scheduler.manager, sampler, draft_plan.budget.step_tokens, scheduler.limit
 
 
 def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple[nn.Module, KVScales]:
@@ -262,7 +295,8 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
         return None
     return StatePool(
         engine_plan.plan.states, states.slots + SPARE_SLOTS, states.format, engine_plan.plan.dtype, device,
-        poison=poison,
+        max_drafts=CacheSpec.from_config(engine_plan.config).max_drafts, poison=poison,
+        invariant=engine_plan.config.deterministic,
     )  # fmt: skip
 
 
@@ -302,7 +336,7 @@ def _engine(
     if budget.exact:
         window = ExactWindow(
             plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
-            num_sinks=plan.sinks // plan.page_size,
+            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
         )  # fmt: skip
     manager = CacheManager(
         pool.pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)

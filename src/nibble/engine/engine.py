@@ -22,9 +22,18 @@ from torch import Tensor
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request, truncated
+from nibble.engine.request import (
+    Batch,
+    Logprob,
+    OnOutput,
+    OutputStream,
+    Request,
+    ScheduledRequest,
+    truncated,
+)
 from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.speculative import Speculation, accepted_run
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
@@ -69,11 +78,19 @@ class InFlightStep:
     """A step that was launched and is not read yet."""
 
     batch: Batch
-    requests: tuple[Request, ...]
-    """The requests that it samples for, in the order of `sampled`."""
+    sampling: tuple[ScheduledRequest, ...]
+    """What it samples for, in the order of `sampled`: a token, and one more for each draft."""
     sampled: SampledTokens | None
     prompt_logprobs: RowLogprobs | None
     """Of all logprob_rows of the batch, in its order."""
+
+    def read(self) -> dict[Request, list[Logprob | None]]:
+        """Return the tokens that each request gained; None for one whose logits are not numbers."""
+        tokens = iter(self.sampled.read() if self.sampled else ())
+        return {
+            item.request: accepted_run(item.drafts, list(itertools.islice(tokens, 1 + len(item.drafts))))
+            for item in self.sampling
+        }
 
 
 @dataclass
@@ -125,6 +142,8 @@ class Engine:
     """Makes matchers of structured answers."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """What callers take for what a request leaves out."""
+    speculation: Speculation | None = None
+    """Who drafts tokens, if anybody does."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -240,6 +259,7 @@ class Engine:
             self._collect(max_in_flight=0)
             self.fail(CLOSED)
             vars(self.runner).clear()
+            self.speculation = None
 
     def fail(self, error: str) -> None:
         """End all requests with an error."""
@@ -255,17 +275,26 @@ class Engine:
     def step(self) -> None:
         """Launch one batch and emit what the previous one sampled: schedule -> launch -> collect."""
         with self._lock:
-            requests = (request for step in self._in_flight for request in step.requests)
-            # Penalties and grammars need the sampled token on the host before the next step is scheduled.
-            needs_host_tokens = any(needs_output_tokens(request.params) for request in requests)
-            self._collect(max_in_flight=0 if needs_host_tokens else 1)
-            batch = self.scheduler.schedule()
+            items = (item for step in self._in_flight for item in step.sampling)
+            self._collect(max_in_flight=0 if any(map(self._needs_host_tokens, items)) else 1)
+            batch = self.scheduler.schedule(self._drafts())
             is_launched = batch is not None and self._launch(batch)
             # The step before is read only now, while the device computes the new one.
             self._collect(max_in_flight=1 if is_launched else 0)
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
+
+    def _needs_host_tokens(self, item: ScheduledRequest) -> bool:
+        """Return whether the sampled token must be on the host before the next step is scheduled."""
+        if item.drafts or needs_output_tokens(item.request.params):  # penalties, grammars
+            return True
+        return self.speculation is not None and self.speculation.wants(item.request)
+
+    def _drafts(self) -> Mapping[Request, tuple[int, ...]]:
+        if self.speculation is None:
+            return {}
+        return self.speculation.propose(self.scheduler.draftable, self.scheduler.draft_room)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Check that a prompt can be served.
@@ -284,14 +313,13 @@ class Engine:
 
     def _launch(self, batch: Batch) -> bool:
         """Run and sample a batch without waiting for it; return False where that failed."""
-        sampling = [item for item in batch.scheduled if item.samples_token]
-        requests = tuple(item.request for item in sampling)
+        sampling = tuple(item for item in batch.scheduled if item.samples_token)
+        # A row for each token that is sampled: one after each draft, and one before.
+        rows = [(item, count) for item in sampling for count in range(1 + len(item.drafts))]
         try:
             logits = self.runner.forward(batch)
-            # From positions: the host's own count lacks the tokens that are in flight.
-            num_output_tokens = [item.end - len(item.request.prompt_token_ids) for item in sampling]
-            sampled_logits, prompt_logits = logits[: len(requests)], logits[len(requests) :]
-            sampled = self.sampler.launch(sampled_logits, requests, num_output_tokens) if sampling else None
+            sampled = self._sample(logits[: len(rows)], rows) if rows else None
+            prompt_logits = logits[len(rows) :]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = _score_prompts(batch, prompt_logits, fixed_shapes=fixed)
             # Without overlap the host knows the tokens before the next step, and sends them itself.
@@ -302,8 +330,18 @@ class Engine:
             return False
         # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
-        self._in_flight.append(InFlightStep(batch, requests, sampled, prompt_logprobs))
+        self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
         return True
+
+    def _sample(self, logits_SV: Tensor, rows: Sequence[tuple[ScheduledRequest, int]]) -> SampledTokens:
+        """Sample a token for each row: of an item, after so many of its drafts."""
+        requests = tuple(item.request for item, _ in rows)
+        # From positions: the host's own count lacks the tokens that are in flight.
+        num_output_tokens = [
+            item.end - len(item.drafts) + count - len(item.request.prompt_token_ids) for item, count in rows
+        ]
+        drafts = {row: item.drafts[:count] for row, (item, count) in enumerate(rows) if count}
+        return self.sampler.launch(logits_SV, requests, num_output_tokens, drafts)
 
     def _collect(self, max_in_flight: int) -> None:
         """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled."""
@@ -311,58 +349,75 @@ class Engine:
             # The step stays in the queue while it is read: after an interrupt it is read again.
             step = self._in_flight[0]
             try:
-                tokens = step.sampled.read() if step.sampled else []
+                tokens = step.read()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
                 self._fail_batch(step.batch, error)
             else:
                 self._in_flight.popleft()
-                sampled = dict(zip(step.requests, tokens, strict=True))
-                self._commit(step.batch, sampled, _by_request(step.batch, prompt_logprobs))
+                self._commit(step.batch, tokens, _by_request(step.batch, prompt_logprobs))
 
     def _commit(
         self,
         batch: Batch,
-        sampled: Mapping[Request, Logprob | None],
+        sampled: Mapping[Request, Sequence[Logprob | None]],
         prompt_logprobs: Mapping[Request, Sequence[Logprob]],
     ) -> None:
         for request, entries in prompt_logprobs.items():
             if any(math.isnan(entry.logprob) for entry in entries):
                 self._abort(request, NOT_A_NUMBER)
-        for request, token in sampled.items():
-            if token is None:
+        runs = dict[Request, list[Logprob]]()
+        for request, tokens in sampled.items():
+            if None in tokens:
                 self._abort(request, NOT_A_NUMBER)
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
-        token_ids = {request.id: token.token for request, token in sampled.items() if token is not None}
+            runs[request] = [token for token in tokens if token is not None]
+        self._count_drafts(batch, runs)
+        token_ids = {request.id: [token.token for token in run] for request, run in runs.items()}
         # After the ends above, because commit() passes over finished requests.
         by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
         ended = set(self.scheduler.commit(batch, token_ids, by_id))
         errors: list[Exception] = []
-        for request, token in sampled.items():
-            if token is not None and request in self._streams:
-                try:
-                    self._emit(self._streams[request], token, request in ended)
-                except Exception as error:  # of whoever takes the answer: the other requests go on
-                    # Nobody takes this answer any more.
-                    if self._streams.pop(request, None):
-                        self.scheduler.finish(request, "abort")
-                    errors.append(error)
+        for request, run in runs.items():
+            try:
+                self._emit(request, run, request in ended)
+            except Exception as error:  # of whoever takes the answer: the other requests go on
+                # Nobody takes this answer any more.
+                if self._streams.pop(request, None):
+                    self.scheduler.finish(request, "abort")
+                errors.append(error)
         # Raised last, so that all other requests have their tokens.
         if errors:
             raise errors[0]
 
-    def _emit(self, stream: OutputStream, token: Logprob, is_last: bool) -> None:
-        """Hand out what a token adds to its answer."""
-        piece = stream.append(token, is_last)
-        if piece is None:
-            return
-        if piece.finish_reason:
-            # The scheduler knows stop tokens and lengths; it does not know of stop strings.
-            self.scheduler.finish(stream.request, piece.finish_reason)
-            del self._streams[stream.request]
-        stream.on_output(piece)
+    def _count_drafts(self, batch: Batch, runs: Mapping[Request, Sequence[Logprob]]) -> None:
+        """Note how many drafts were accepted."""
+        for item in batch.scheduled:
+            if item.drafts and (run := runs[item.request]):
+                item.request.num_accepted_drafts += len(run) - 1
+                item.request.num_rejected_drafts += 1 + len(item.drafts) - len(run)
+                if self.speculation:
+                    self.speculation.note(item, len(run) - 1)
+
+    def _emit(self, request: Request, run: Sequence[Logprob], has_ended: bool) -> None:
+        """Hand out what the tokens of a step add to an answer, one after the other: a stop string may end it midway."""
+        for number, token in enumerate(run, 1):
+            stream = self._streams.get(request)
+            if stream is None:
+                return
+            piece = stream.append(token, has_ended and number == len(run))
+            if piece is None:
+                continue
+            if piece.finish_reason:
+                # What was accepted after a stop string is no part of the answer.
+                if number < len(run):
+                    del request.token_ids[len(request.prompt_token_ids) + stream.num_tokens :]
+                # The scheduler knows stop tokens and lengths; it does not know of stop strings.
+                self.scheduler.finish(request, piece.finish_reason)
+                del self._streams[request]
+            stream.on_output(piece)
 
     def _abort(self, request: Request, error: str | None = None, status: int = 500) -> None:
         """End a request before its time, unless it has ended while a step of it was in flight."""

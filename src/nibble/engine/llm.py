@@ -39,6 +39,7 @@ from nibble.engine.prompts import (
 )
 from nibble.engine.request import Delta, Output
 from nibble.engine.scoring import Score, ScoringPrompt, encode_pair, score_of, scoring_prompt
+from nibble.engine.speculative import Speculation
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.errors import NibbleError, RequestError, ScaleError
 from nibble.files import check_writable
@@ -148,6 +149,11 @@ class LLM:
     def error_monitor(self) -> ErrorMonitor | None:
         """Return the error monitor, where `watch_fidelity` asked for one; its `summary` says what it measured."""
         return self.engine.runner.error_monitor
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Return who drafts, where `speculative` asked for it; its `summary` says how much was accepted."""
+        return self.engine.speculation
 
     @property
     def certificate(self) -> Certificate | None:

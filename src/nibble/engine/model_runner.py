@@ -221,7 +221,7 @@ class ModelRunner:
             packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(self._pad_rows(logit_rows or [0])),
-            packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
+            packed.add(self._sampled_rows(rows, scheduled)),
         )
         unwritten, unkept = (
             _unwritten(scheduled),
@@ -243,7 +243,8 @@ class ModelRunner:
         count = len(token_ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
         self._sampled_rows_S = sampled_rows_S
-        context = self._context(meta, probe, state_rows.metadata(sent) if state_rows else None)
+        state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
+        context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
         return logits[: len(logit_rows)]
 
@@ -304,6 +305,14 @@ class ModelRunner:
         # torch.compile specialises on size 1, too, which would mean a second compilation (models/forward.py).
         return values * 2 if len(values) == 1 else values
 
+    def _sampled_rows(self, rows: Sequence[int], scheduled: Sequence[ScheduledRequest]) -> list[int]:
+        """Return for each sampled token the row that the next step takes it from; none takes those after drafts."""
+        sampled = list[int]()
+        for row, item in zip(rows, scheduled, strict=True):
+            if item.samples_token:
+                sampled += [self.tables.padding_row] * (1 + len(item.drafts)) if item.drafts else [row]
+        return sampled
+
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
 
@@ -341,7 +350,9 @@ class ModelRunner:
             self.tier,
             observer=probe,
             exact=self.exact,
-            recurrent=RecurrentStates(self.states.layers, state_batch) if self.states and state_batch else None,
+            recurrent=RecurrentStates(self.states.layers, state_batch)
+            if self.states and state_batch
+            else None,
         )
 
     # Recurrent states
@@ -414,9 +425,11 @@ class ModelRunner:
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
         state_batch = None
-        if tables.slots_R is not None:
+        if tables.slots_R is not None and self.states:
             slots_B = torch.where(positions_B < 0, -1, tables.slots_R.index_select(0, rows_B))
-            state_batch = StateMetadata(slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1)
+            state_batch = StateMetadata(
+                slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1, invariant=self.states.invariant
+            )
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
@@ -452,13 +465,19 @@ class _StateRows:
         self._slots = packed.add(_state_slot(item) for item in scheduled)
         self._starts = packed.add(item.start for item in scheduled)
         self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
+        self._settled: slice | None = None
+        if any(item.drafts for item in scheduled):
+            self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
 
-    def metadata(self, sent: Tensor) -> StateMetadata:
+    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
         """Return the same on the device."""
         slots_B, starts_B, cu_seqlens_B1 = (
             sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
         )
-        return StateMetadata(slots_B, starts_B, cu_seqlens_B1, self._max_length)
+        settled_B = None if self._settled is None else sent[self._settled].int()
+        return StateMetadata(
+            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
+        )
 
 
 def _state_slot(item: ScheduledRequest) -> int:
@@ -470,7 +489,12 @@ def _state_slot(item: ScheduledRequest) -> int:
 def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     """Return the rows of the step whose logits are needed: those that are sampled from, then logprob_rows."""
     starts = list(accumulate((item.num_tokens for item in scheduled), initial=0))
-    sampled = [end - 1 for end, item in zip(starts[1:], scheduled, strict=True) if item.samples_token]
+    sampled = [
+        row
+        for end, item in zip(starts[1:], scheduled, strict=True)
+        if item.samples_token
+        for row in range(end - 1 - len(item.drafts), end)
+    ]
     first_rows = zip(starts[:-1], scheduled, strict=True)
     return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
 
@@ -516,7 +540,9 @@ def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
     """Return the ids of all tokens; ON_DEVICE for a last one that the host does not know yet."""
     token_ids: list[int] = []
     for item in scheduled:
-        ids = item.request.token_ids[item.start : item.end]
+        num_kept = item.num_tokens - len(item.drafts)
+        ids = item.request.token_ids[item.start : item.start + num_kept]
         # The list ends with the last token that the host knows, so a slice may be one short.
-        token_ids += ids if len(ids) == item.num_tokens else [*ids, ON_DEVICE]
+        token_ids += ids if len(ids) == num_kept else [*ids, ON_DEVICE]
+        token_ids += item.drafts
     return token_ids

@@ -83,6 +83,10 @@ class PageTables:
         if row is None:
             row = self._rows[lease] = self._allocate_row()
         num_filled, pages = self._num_filled[row], lease.pages
+        if lease.num_kept_pages is not None:
+            # Pages of drafts were given back, and others may be in their place.
+            num_filled, lease.num_kept_pages = min(num_filled, lease.num_kept_pages), None
+            self._num_filled[row] = num_filled
         if num_filled < len(pages):
             first = row * self.table_RN.shape[1]
             self._new_places += range(first + num_filled, first + len(pages))

@@ -15,6 +15,7 @@ from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
+from nibble.engine import speculation_plan
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
@@ -35,6 +36,8 @@ class EnginePlan(CachePlan):
 
     _: KW_ONLY
     budget: MemoryPlan
+    draft: Config | None = None
+    """Of the model that drafts, if one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +135,15 @@ def plan_cache(
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
     stored = weights.stored if weights else None
     choice, why = activations.decide(config.activations, stored, _unpacked(weights), hardware)
-    weight_notes: list[str] = []
-    if weights:
-        weight_notes += _weight_notes(weights, dtype, hardware, here)
-        if weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
-            weight_notes += activations.notes(choice, why, weights.stored)
+    weight_notes = list(_weight_notes(weights, dtype, hardware, here)) if weights else []
+    if weights and weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
+        weight_notes += activations.notes(choice, why, weights.stored)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
-    preface = (source_note, formats_note, *weight_notes)
+    speculation_plan.check(config, model_spec, hardware)
+    drafts_note = speculation_plan.note(config, hardware)
+    preface = (source_note, formats_note, *weight_notes, drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(
         config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
@@ -257,6 +260,29 @@ def _weight_notes(weights: quantization.Weights, dtype: str, hardware: Hardware,
 
 def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     """Plan the memory for routes and a layout; raise CapacityError, with the nearest config that fits.
+
+    A model that drafts has its weights and workspaces, and of the cache's bytes as many tokens.
+    """
+    config, hardware, model_spec = cache_plan.config, cache_plan.hardware, cache_plan.model_spec
+    draft_config = speculation_plan.draft_config(config, model_spec)
+    if draft_config is None:
+        return _plan_memory(cache_plan)
+    here = cache_plan.here
+    draft = plan_cache(draft_config, None if here else hardware, declared=cache_plan.declared)
+    draft = speculation_plan.checked(draft, model_spec)
+    planner = MemoryPlanner(CacheSpec.from_config(draft.config), draft.model_spec, draft.hardware, draft.plan)
+    smaller = replace(hardware, memory=hardware.memory - planner.used_bytes)
+    room = speculation_plan.room(_plan_memory(replace(cache_plan, hardware=smaller)).budget)
+    sizes = [plan.layout.bytes_per_token for plan in (cache_plan.plan, draft.plan)]
+    own = room * sizes[0] // sum(sizes)
+    main = _plan_memory(replace(cache_plan, hardware=smaller, config=replace(config, kv_memory=str(own))))
+    return replace(
+        main, config=config, hardware=hardware, draft=replace(draft.config, kv_memory=str(room - own))
+    )
+
+
+def _plan_memory(cache_plan: CachePlan) -> EnginePlan:
+    """Plan the memory of one model.
 
     An exact window that was left to Nibble gives way where it does not fit.
     """

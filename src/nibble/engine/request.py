@@ -87,6 +87,8 @@ class Request:
     num_prefix_hit_tokens: int = field(default=0, init=False)
     """Prompt tokens from the prefix cache; hits after a preemption do not count."""
     num_preemptions: int = field(default=0, init=False)
+    num_accepted_drafts: int = field(default=0, init=False)
+    num_rejected_drafts: int = field(default=0, init=False)
     start_time: float | None = field(default=None, init=False)
     """When it was first admitted, by time.monotonic()."""
 
@@ -179,11 +181,22 @@ class ScheduledRequest:
     """Positions whose logits give log-probabilities of the prompt, each that of the token after it."""
     write_from: int = 0
     """The first position whose KV is written to pages. Those before it are replayed for their exact copies."""
+    drafts: tuple[int, ...] = ()
+    """The last ones of the tokens, which may be taken back."""
 
     @classmethod
-    def next_chunk(cls, request: Request, count: int) -> ScheduledRequest:
-        """Return the next `count` tokens of `request` that are neither stored nor in flight."""
+    def next_chunk(cls, request: Request, count: int, drafts: tuple[int, ...] = ()) -> ScheduledRequest:
+        """Return the next `count` tokens of `request` that are neither stored nor in flight.
+
+        Args:
+            request: whose tokens these are.
+            count: how many.
+            drafts: tokens that may follow them; `count` is 1 then, of a request that decodes.
+        """
         start = request.num_computed_tokens
+        if drafts:
+            assert count == 1 and request.is_decoding and not request.in_flight, "drafts follow a known token"
+            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, write_from=start, drafts=drafts)
         num_left = request.num_tokens - start - count
         assert count > 0 and num_left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
         is_last = num_left == 0
@@ -240,6 +253,9 @@ class Completion:
     logprobs: tuple[Logprob, ...] | None = None
     error: str | None = None
     """Why it ended early by no fault of the request, else None."""
+    accepted_drafts: int = 0
+    """Draft tokens that became part of it."""
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +293,9 @@ class Delta:
     """Come with the first piece of the first answer."""
     stop_string: str | None = None
     """The one that ended the answer."""
+    accepted_drafts: int = 0
+    """Come with the last piece: draft tokens of the answer that counted, and those that did not."""
+    rejected_drafts: int = 0
 
 
 OnOutput = Callable[[Delta], None]
@@ -298,6 +317,8 @@ class OutputStream:
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[Logprob] = field(default_factory=list)
     _is_begun: bool = False
+    num_tokens: int = 0
+    """Tokens of the answer so far; the request has more where a step adds several."""
 
     def append(self, token: Logprob, is_last: bool) -> Delta | None:
         """Return what a token adds to the answer, None where there is nothing to hand out yet.
@@ -311,6 +332,7 @@ class OutputStream:
         """
         params = self.request.params
         is_stop = is_last and self.request.finish_reason == "stop"
+        self.num_tokens += not is_stop and params.max_tokens > 0
         if params.max_tokens and (not is_stop or params.include_stop_str_in_output):
             self._ids.append(token.token)
             if params.logprobs is not None:
@@ -337,13 +359,14 @@ class OutputStream:
             if is_last or self.final_only:
                 text += self.detokenizer.finish()
         # Until an answer has its fewest tokens, a stop string is text like any other.
-        may_stop = self.request.num_output_tokens > self.request.params.min_tokens
+        may_stop = self.num_tokens > self.request.params.min_tokens
         text, is_stopped = self.stop_strings.add(text, may_stop=may_stop)
         if is_stopped:
             reason = "stop"
         elif is_last:
             # Text that could have begun a stop string was held back, and is part of the answer after all.
             text += self.stop_strings.finish()
+        request = self.request
         return Delta(
             self.index,
             text,
@@ -354,6 +377,8 @@ class OutputStream:
             status,
             self._take_prompt_logprobs(reason),
             self.stop_strings.reached,
+            request.num_accepted_drafts if reason else 0,
+            request.num_rejected_drafts if reason else 0,
         )
 
     def _take_prompt_logprobs(self, reason: FinishReason | None) -> PromptLogprobs | None:

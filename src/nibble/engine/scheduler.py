@@ -131,10 +131,13 @@ class Scheduler:
         request.arrival = next(self._arrivals)
         insort(self.waiting, request, key=_order)
 
-    def schedule(self) -> Batch | None:
+    def schedule(self, drafts: Mapping[Request, tuple[int, ...]] = MappingProxyType({})) -> Batch | None:
         """Return the next step's batch, None if there is nothing to do.
 
         What is neither committed nor in flight is scheduled again.
+
+        Args:
+            drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
         """
         self._admit()
         decodes: list[Request] = []
@@ -146,14 +149,33 @@ class Scheduler:
                 continue
             (decodes if request.is_decoding else prompts).append(request)
         num_tokens = self._split_budget(decodes, prompts)
-        scheduled = []
+        counts = dict[Request, int]()
         # A copy, because a reservation may preempt requests out of the list.
         for request in tuple(self.running):
             count = num_tokens.get(request)
             # A request that was preempted for one before it waits again.
             if count and request.state is State.RUNNING and self._reserve(request, count):
-                scheduled.append(ScheduledRequest.next_chunk(request, count))
+                counts[request] = count
+        room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
+        for request, count in counts.items():
+            # Once all others have their pages: nobody gives up any for drafts.
+            of_request = drafts.get(request, ())[:room] if request.is_decoding else ()
+            of_request = self._reserve_drafts(request, of_request)
+            room -= len(of_request)
+            scheduled.append(ScheduledRequest.next_chunk(request, count, of_request))
         return Batch.from_scheduled(scheduled) if scheduled else None
+
+    @property
+    def draftable(self) -> list[Request]:
+        """Return the requests that decode, and whose tokens are all known."""
+        return [request for request in self.running if request.in_flight is None and request.is_decoding]
+
+    def draft_room(self, request: Request) -> int:
+        """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
+        num_left = min(
+            request.params.max_tokens - request.num_output_tokens, self.limit - len(request.token_ids)
+        )
+        return min(num_left - 1, self.manager.draft_room(request.lease, request.num_stored_tokens))
 
     def launch(self, batch: Batch) -> None:
         """Mark `batch` as in flight: schedule() goes on from its end. Commit it before two more are launched."""
@@ -163,7 +185,7 @@ class Scheduler:
     def commit(
         self,
         batch: Batch,
-        tokens: Mapping[str, int],
+        tokens: Mapping[str, int | Sequence[int]],
         prompt_logprobs: Mapping[str, Sequence[Logprob]] = MappingProxyType({}),
     ) -> list[Request]:
         """Record that `batch` is computed, and return the requests that end with it.
@@ -172,7 +194,7 @@ class Scheduler:
 
         Args:
             batch: what was computed; the oldest in flight.
-            tokens: sampled tokens by request id.
+            tokens: sampled tokens by request id; of a request with drafts those that were accepted, and one more.
             prompt_logprobs: those of each item's logprob_rows, by request id.
         """
         metrics, ended = self._metrics, list[Request]()
@@ -185,30 +207,40 @@ class Scheduler:
                 request.in_flight = None
             # Also of a request that has lost its pages: it goes on after them.
             request.prompt_logprobs += prompt_logprobs.get(request.id, ())
+            new = tokens[request.id] if item.samples_token else ()
+            new = (new,) if isinstance(new, int) else new
+            num_accepted = max(len(new) - 1, 0)
+            # Those are stored already, and a page that they fill enters the tree by its tokens.
+            request.token_ids += new[:num_accepted]
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
                     f"request {request.id!r}: this batch was committed before"
                 )
-                self.manager.commit(request.lease, request.token_ids, item.end)
+                num_rejected = len(item.drafts) - num_accepted
+                self.manager.commit(request.lease, request.token_ids, item.end - num_rejected)
+                if item.drafts:
+                    self.manager.take_back(request.lease)
             if item.phase.decodes:
-                metrics.decode_tokens += 1
+                metrics.decode_tokens += len(new)
             else:
                 metrics.prompt_tokens += item.num_tokens
-            if not item.samples_token:
-                continue
-            token = tokens[request.id]
-            if not request.params.max_tokens:
-                self.finish(request, "length")
-            elif token in request.stop_ids:
-                self.finish(request, "stop")
-            else:
-                request.token_ids.append(token)
-                if self._is_full(request, len(request.token_ids)):
-                    self.finish(request, "length")
+            if new:
+                self._append(request, new[-1])
             if request.is_finished:
                 ended.append(request)
         return ended
+
+    def _append(self, request: Request, token: int) -> None:
+        """Add the last token of a step to an answer, or end it."""
+        if not request.params.max_tokens:
+            self.finish(request, "length")
+        elif token in request.stop_ids:
+            self.finish(request, "stop")
+        else:
+            request.token_ids.append(token)
+            if self._is_full(request, len(request.token_ids)):
+                self.finish(request, "length")
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Of one that has ended already, only the reason changes."""
@@ -423,6 +455,17 @@ class Scheduler:
                 self._preempt(last)
                 if last is request:
                     return False
+
+    def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Reserve pages for drafts; return none of them where pages are short."""
+        if not drafts:
+            return ()
+        start = request.num_computed_tokens
+        try:
+            self.manager.reserve(request.lease, start + 1 + len(drafts), len(drafts), start=start)
+        except OutOfPages:
+            return ()
+        return drafts
 
     def _offload(self, error: OutOfPages) -> bool:
         """Move the longest decoding requests to hot buffers where frames are short; return whether that frees any."""

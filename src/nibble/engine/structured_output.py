@@ -45,16 +45,42 @@ class Matcher:
         """Return the matcher of another answer, from the beginning."""
         return Matcher(self._inner.deep_copy())
 
-    def allowed(self, answer: Sequence[int]) -> bytes:
-        """Return one bit for each token that may follow `answer`, the first token in the lowest bit.
+    def allowed(self, answer: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
+        """Return one bit for each token that may follow `answer` and `drafts`, the first token in the lowest bit.
 
         Where the answer is complete, only its end may follow.
+
+        Args:
+            answer: tokens that stay.
+            drafts: tokens that may be taken back; the grammar allows them (num_valid).
         """
+        self._consume(answer)
+        if not drafts:
+            mask: bytes = self._inner.compute_bitmask()
+            return mask
+        self._inner.consume_tokens(list(drafts))
+        mask = self._inner.compute_bitmask()
+        self._inner.rollback(len(drafts))
+        return mask
+
+    def num_valid(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return how many of the first drafts the grammar allows after `answer`, and can be followed on."""
+        self._consume(answer)
+        # A copy, because a limit that only drafts reach must not end the answer.
+        inner = self._inner.deep_copy()
+        for count, token in enumerate(drafts):
+            if inner.is_error() or not inner.validate_tokens([token]):
+                return count
+            inner.consume_tokens([token])
+            inner.compute_bitmask()
+            if inner.is_error():
+                return count
+        return len(drafts)
+
+    def _consume(self, answer: Sequence[int]) -> None:
         # Only what is new: the inner matcher keeps its place from step to step.
         self._inner.consume_tokens(list(answer[self._num_consumed :]))
         self._num_consumed = len(answer)
-        mask: bytes = self._inner.compute_bitmask()
-        return mask
 
 
 class Grammars:

@@ -80,6 +80,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._inner)
 
+    def is_like(self, other: Tokenizer) -> bool:
+        """Return whether the same numbers stand for the same tokens."""
+        same: bool = self._inner.get_vocab() == other._inner.get_vocab()
+        return same
+
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         """Return the token ids of a text.
 

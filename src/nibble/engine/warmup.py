@@ -50,6 +50,8 @@ FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
 CHUNKS = (1, 3, 5, 17, 80)
 """New tokens of steps that compile kernels for short prompts: of few rows for any number of heads, of some, of many."""
+DRAFTS = (1, 3, 7)
+"""Draft tokens of steps that compile kernels for them."""
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
 that they reach twice as far as an exact window."""
@@ -106,6 +108,8 @@ def warm_up(
             _record(runner, config, budget, startup)
         with startup.part("short prompts"):
             _run_chunks(runner, budget.step_tokens, max_tokens)
+            if config.drafts:
+                _run_drafts(runner, max_tokens)
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
@@ -162,10 +166,30 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
         manager.release(request.lease)
 
 
+def _run_drafts(runner: ModelRunner, max_tokens: int) -> None:
+    """Verify a few tokens and several, so that fewer requests wait for what such steps compile."""
+    manager, request = _manager(runner), Request("warm", [0] * (FIRST_STEP + 1))
+    most = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
+    if most < max(DRAFTS):
+        return
+    request.lease = manager.open(request.token_ids, "")
+    manager.reserve(request.lease, FIRST_STEP + 1 + max(DRAFTS))
+    runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
+    for count in DRAFTS:
+        drafts = (0,) * count
+        item = ScheduledRequest(
+            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=drafts
+        )
+        runner.forward(Batch((item,)))
+    manager.release(request.lease)
+
+
 def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
     """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
     pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
-    most = min(runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row)
+    most = min(
+        runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row
+    )
     while tokens and pages and len(lengths) < most:
         length = min(tokens, max_tokens, pages * size)
         lengths.append(length)

@@ -125,8 +125,8 @@ def gate_of(module: Any) -> Gate | None:
     if all(isinstance(getattr(module, name, None), float | int) for name in ("limit", "alpha")):
         gates.append(Gate(CLAMPED, float(module.limit), float(module.alpha)))
     try:
-        found = module._apply_gate(y_SN)
-        return next((gate for gate in gates if torch.allclose(found, gated(y_SN, gate), rtol=1e-4)), None)
+        actual_SN = module._apply_gate(y_SN)
+        return next((gate for gate in gates if torch.allclose(actual_SN, gated(y_SN, gate), rtol=1e-4)), None)
     except Exception:  # of all kinds: this is foreign code, which may want another device
         return None
 

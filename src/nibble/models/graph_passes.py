@@ -1,11 +1,13 @@
 """What is replaced in the graph of a compiled model before inductor makes code of it.
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
-of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both.
+of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both. A
+router and the layer of experts behind it, where Nibble computes both, become one operator: one launch for a token.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from nibble.kernels import linear, topk
+from nibble.kernels import experts, linear, router, topk
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -33,16 +35,27 @@ class ReplaceOperators(CustomGraphPass):
         """Replace what is served, in place."""
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             if self._serves_topk(*node.args, **node.kwargs):
-                node.target, node.args, node.kwargs = torch.ops.nibble.topk.default, node.args[:2], {}
+                node.target, node.args, node.kwargs = (
+                    torch.ops.nibble.topk.default,
+                    node.args[:2],
+                    {},
+                )
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             self._replace_product(node, None, *node.args)
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
             # Not where the bias is a matrix, or a factor is beside it.
             if not node.kwargs and node.args[0].meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
+            _join_router(graph, node)
 
     def _serves_topk(
-        self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+        self,
+        x: fx.Node,
+        k: Any,
+        dim: int = -1,
+        largest: bool = True,
+        sorted: bool = True,
     ) -> bool:
         """Return whether kernels/topk computes these arguments of torch.topk."""
         value = x.meta["val"]
@@ -64,7 +77,51 @@ class ReplaceOperators(CustomGraphPass):
 
     def uuid(self) -> tuple[str, bytes]:
         """Return what inductor's cache tells passes apart by."""
-        return repr(self), get_hash_for_files((__file__, topk.__file__, linear.__file__))
+        return repr(self), get_hash_for_files(
+            (__file__, *(module.__file__ for module in (topk, linear, router, experts)))
+        )
+
+
+def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
+    """Make one operator of a layer of experts and its router, if it has one that kernels compute."""
+    x, choices, weights, *matrices = layer.args
+    route = _source(choices, 2)
+    if route is None or route is not _source(weights, 1):
+        return
+    # It comes in the router's place, where all that it is given must be there.
+    if not _is_same(x, route.args[0]) or any(
+        isinstance(m, fx.Node) and m.op not in _INPUTS for m in matrices
+    ):
+        return
+    with graph.inserting_before(route):
+        arguments = (*route.args, *matrices)
+        joined = graph.call_function(torch.ops.nibble.experts_routed_layer.default, arguments)
+        joined.meta["val"] = (*route.meta["val"], layer.meta["val"])
+        y = graph.call_function(operator.getitem, (joined, 3))
+        y.meta["val"] = layer.meta["val"]
+    layer.replace_all_uses_with(y)
+    graph.erase_node(layer)
+    route.replace_all_uses_with(joined)
+    graph.erase_node(route)
+
+
+def _source(value: Any, index: int) -> fx.Node | None:
+    """Return the router that a node is result number `index` of, None where there is none."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem or value.args[1] != index:
+        return None
+    source = value.args[0]
+    if isinstance(source, fx.Node) and source.target is torch.ops.nibble.route.default:
+        return source
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two nodes are the same rows, seen twice."""
+    if one is other:
+        return True
+    views = aten.view.default, aten.reshape.default
+    first, second = (node.args[0] if node.target in views else node for node in (one, other))
+    return first is second and one.meta["val"].shape == other.meta["val"].shape
 
 
 def _facts(weight: Tensor) -> tuple[int, int, str]:

@@ -33,6 +33,7 @@ from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT, Recurrence
 from nibble.models.dsa import Selection, indexer_replacements
+from nibble.models.gates import whole_vectors
 from nibble.models.mla import ABSORBED, AbsorbedProjections, absorptions
 from nibble.models.recurrent import FUNCTIONS, RecurrentCall, recurrent_modules, silent_parents
 from nibble.models.recurrent import HARMLESS as IMPLEMENTATIONS
@@ -259,7 +260,9 @@ def _recurrent_forward(own: Callable[..., Any], names: tuple[str, ...]) -> Calla
             # It brought the context, and hides nothing.
             kwargs["attention_mask"] = None
         serve = partial(_keep_state, self, ctx)
-        return own(self, *args, **{name: partial(FUNCTIONS[name], serve) for name in names}, **kwargs)
+        functions = {name: partial(FUNCTIONS[name], serve) for name in names}
+        with whole_vectors():
+            return own(self, *args, **functions, **kwargs)
 
     return forward
 

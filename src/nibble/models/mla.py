@@ -137,7 +137,10 @@ def _tables(module: Any, length: int, dtype: torch.dtype) -> dict[str | None, tu
     tables = {}
     with torch.no_grad():
         for layer_type in _layer_types(module):
-            out = module(x, positions, *([layer_type] if layer_type else []))
+            try:
+                out = module(x, positions, *([layer_type] if layer_type else []))
+            except IndexError:  # positions have further dimensions here, as with those of images
+                return {}
             if not (isinstance(out, tuple) and all(y.shape[:2] == (1, length) for y in out)):
                 return {}
             tables[layer_type] = out[0][0].clone(), out[1][0].clone()

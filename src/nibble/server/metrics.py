@@ -338,6 +338,13 @@ FIDELITY_GAUGES = {
     "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
     "limit": "The error from which the watch warns.",
 }
+DRAFTS = {
+    "drafts_steps": ("spec_decode_num_drafts", "Drafts that were verified."),
+    "drafts_drafted": ("spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    "drafts_accepted": ("spec_decode_num_accepted_tokens", "Draft tokens that became part of an answer."),
+}
+"""Name and help of the counts of drafts, where there is a drafter."""
+DRAFTS_AT = "drafts_accepted_at_"
 Family = type[CounterMetricFamily | GaugeMetricFamily]
 Samples = Mapping[Any, float]
 """Values of a metric, by the tuple of its labels' values, without the model's."""
@@ -363,8 +370,22 @@ class EngineCollector(Collector):
             samples = {(reason,): count for reason, count in skipped.items()}
             doc = "Requests that were drawn and not compared."
             yield self._family(CounterMetricFamily, "kv_fidelity_skipped", doc, samples, "reason")
+        yield from self._drafts(stats)
         if serves:
             yield from self._gauges(stats)
+
+    def _drafts(self, stats: Mapping[str, float]) -> Iterator[Metric]:
+        """Yield the counts of drafts, with the drafter as a label, and accepted ones by position too."""
+        drafter = str(self._client.ready.about.get("drafter", "")) if self._client.ready else ""
+        for key, (name, doc) in DRAFTS.items():
+            if key in stats:
+                yield self._family(CounterMetricFamily, name, doc, {(drafter,): stats[key]}, "drafter")
+        places = {key.removeprefix(DRAFTS_AT): stats[key] for key in stats if key.startswith(DRAFTS_AT)}
+        if places:
+            doc = "Draft tokens that became part of an answer, by position; 0 is the first of a draft."
+            samples = {(drafter, place): count for place, count in places.items()}
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            yield self._family(CounterMetricFamily, name, doc, samples, "drafter", "position")
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
         rows = (row for row in (*GAUGES, FIDELITY_ALERT) if row.key in stats)
@@ -426,6 +447,7 @@ def cache_view(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str
         "window": _window(stats, about),
         "states": _states(stats, about),
         "host": _host(stats, about),
+        "drafts": _drafts(stats, about),
     }
 
 
@@ -492,6 +514,21 @@ def _snapshot_counts(stats: Mapping[str, float], prefix: str, unit: str) -> dict
         "replayed_tokens": "replayed_tokens",
     }  # fmt: skip
     return {name: int(stats.get(f"{prefix}_{key}", 0)) for name, key in names.items()}
+
+
+def _drafts(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return counts of draft tokens, None without a drafter; tokens_per_step: of an answer, in a verification."""
+    if not about.get("drafter"):
+        return None
+    steps, drafted, accepted = (int(stats.get(key, 0)) for key in DRAFTS)
+    return {
+        "drafter": about["drafter"],
+        "steps": steps,
+        "drafted": drafted,
+        "accepted": accepted,
+        "accept_rate": accepted / drafted if drafted else None,
+        "tokens_per_step": 1 + accepted / steps if steps else None,
+    }
 
 
 def _host(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:

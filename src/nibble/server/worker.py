@@ -251,6 +251,7 @@ def ready_message(llm: LLM) -> Ready:
         **as_dict(llm.plan, llm.budget),
         "startup": dict(llm.startup),
         "kv_scales": llm.engine.startup.kv_scales,
+        "drafter": llm.engine.speculation.name if llm.engine.speculation else None,
         "certificate": llm.certificate.summary() if llm.certificate else None,
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
@@ -258,7 +259,7 @@ def ready_message(llm: LLM) -> Ready:
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
-    """Return counts of the scheduler, of the cache, of the host tier, and of the fidelity watch, in one level."""
+    """Return counts of the scheduler, the cache, the host tier, the fidelity watch, and of drafts, in one level."""
     stats: dict[str, float] = {}
 
     def add(prefix: str, values: Mapping[str, Any]) -> None:
@@ -269,7 +270,8 @@ def engine_stats(llm: LLM) -> dict[str, float]:
                 stats[prefix + name] = float(value)
 
     add("", asdict(llm.engine.scheduler.metrics))
-    return stats | (llm.error_monitor.numbers() if llm.error_monitor else {})
+    parts = (llm.error_monitor, llm.engine.speculation)
+    return stats | {name: value for part in parts if part for name, value in part.numbers().items()}
 
 
 def main(address: str, log_format: str) -> None:

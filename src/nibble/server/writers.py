@@ -53,6 +53,9 @@ class Writer(ABC):
     cached: int = field(default=0, init=False)
     """Prompt tokens from the prefix cache."""
     completion_tokens: int = field(default=0, init=False)
+    accepted_drafts: int = field(default=0, init=False)
+    """Draft tokens that were accepted, and below those that were not."""
+    rejected_drafts: int = field(default=0, init=False)
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict, init=False)
     """By prompt, where they were asked for."""
@@ -66,6 +69,8 @@ class Writer(ABC):
     def take(self, index: int, delta: Delta) -> list[Chunk]:
         """Add a piece to an answer, and return what a stream sends of it."""
         self.completion_tokens += len(delta.token_ids)
+        self.accepted_drafts += delta.accepted_drafts
+        self.rejected_drafts += delta.rejected_drafts
         return self._take(index, delta)
 
     @abstractmethod
@@ -154,12 +159,18 @@ class ChoiceWriter(Writer):
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens used so far."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.accepted_drafts + self.rejected_drafts:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_drafts,
+                "rejected_prediction_tokens": self.rejected_drafts,
+            }
+        return usage
 
     def _common(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -1,9 +1,9 @@
-// In the place of kernels/codecs/bits.cuh where a kernel runs on a CPU: C++ compiles it, and each thread of a block is a
-// coroutine.
+// In the place of kernels/codecs/bits.cuh where a kernel runs on a CPU: a C++ compiler translates it, and each thread
+// of a block is a coroutine.
 //
-// A thread runs until it must wait for others: at an operation of its warp, at a barrier. So threads are as far apart as
-// they may be, and who runs next is drawn at random: what needs a wait that is not there, finds old values. Shared memory
-// is filled with NaN before each block.
+// A thread runs until it must wait for others: at an operation of its warp, at a barrier. So threads are as far apart
+// as they may be, and who runs next is drawn at random: what needs a wait that is not there, finds old values. Shared
+// memory is filled with NaN before each block.
 
 #pragma once
 #include <ucontext.h>
@@ -83,6 +83,10 @@ static inline void let_others_run() {
   swapcontext(&threads[me].context, &scheduler);
   threadIdx.x = me;
 }
+
+// How many turns something takes that is not of this thread's making: mostly few.
+static std::mt19937 turns;
+static inline int turns_to_wait() { return turns() % 8 ? turns() % 4 : turns() % 400; }
 
 // An operation of all lanes of a warp: the last to arrive computes it for all.
 template <class Compute>

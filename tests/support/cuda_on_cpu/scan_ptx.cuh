@@ -71,6 +71,8 @@ static inline void copy_16_or_zeros(u32 to, const void* from, bool exists) {
   threads[threadIdx.x].copies.push_back({shared_memory + to, (const u8*)from, exists ? 16 : 0});
 }
 
+static inline void copy_16(u32 to, const void* from) { copy_16_or_zeros(to, from, true); }
+
 // Copies are made as late as may be.
 static inline void wait_for_copies() {
   for (const Copy& copy : threads[threadIdx.x].copies) {
@@ -81,7 +83,7 @@ static inline void wait_for_copies() {
 }
 
 static inline void arrive_after_copies(u32 barrier) {
-  let_others_run();
+  for (int turns = turns_to_wait(); turns > 0; turns--) let_others_run();
   wait_for_copies();
   arrive(barrier);
 }

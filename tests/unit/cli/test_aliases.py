@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nibble.cli.main import app
+from nibble.cli.peer_drafts import FLAGS
 from nibble.cli.peer_flags import ANSWERS, DEQUANTISED, translate
 from nibble.cli.serve import FLAG_ALIASES, VALUE_ALIASES, translate_flags
 from nibble.config import Config
@@ -57,6 +58,19 @@ def test_every_flag_is_told_of() -> None:
             'm --enable-hisparse --hisparse-config {"top_k":2048,"device_buffer_size":4096}',
             "m --hisparse buffer=4096 --index-topk 2048",
         ),
+        (
+            "m --speculative-algorithm NGRAM --speculative-num-draft-tokens 8",
+            "m --speculative lookup --speculative-tokens 7",
+        ),
+        (
+            "m --speculative-algorithm=STANDALONE --speculative-draft-model-path d --speculative-num-steps 3 --port 1",
+            "m --port 1 --speculative draft:d --speculative-tokens 3",
+        ),
+        (
+            'm --speculative-config {"method":"ngram","num_speculative_tokens":5}',
+            "m --speculative lookup --speculative-tokens 5",
+        ),
+        ('m --speculative-config {"model":"d"}', "m --speculative draft:d"),
         ('m --hisparse-config={"device_buffer_size":4096} --port 1', "m --port 1 --hisparse buffer=4096"),
     ],
 )
@@ -75,6 +89,12 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
         ("m --hisparse-config [1]", "must be a JSON object"),
         ("m --hisparse-config", "must be a JSON object"),
         ("m --calculate-kv-scales", "--kv-scales calibrate"),
+        ("m --speculative-algorithm EAGLE3", "heads that draft"),
+        ('m --speculative-config {"method":"mtp"}', "heads that draft"),
+        ("m --speculative-config ngram", "must be a JSON object"),
+        ("m --speculative-num-steps 3", "needs --speculative-algorithm"),
+        ("m --speculative-algorithm NGRAM --speculative-eagle-topk 4", "drafts are chains"),
+        ("m --speculative-algorithm STANDALONE", "names no model"),
         ("m --enable-lora", "LoRA is not served"),
         ("m --kv-cache-dtype int8", "KV format 'int8' is not served: .*--kv-format fp8_e4m3"),
     ],
@@ -89,7 +109,7 @@ def test_flags_without_a_counterpart_are_answered(command: str, words: str, answ
 def test_every_answer_is_on_the_page() -> None:
     page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
     assert [
-        flag for flag in (*ANSWERS, DEQUANTISED, "--tensor-parallel-size") if f"`{flag}" not in page
+        flag for flag in (*ANSWERS, *FLAGS, DEQUANTISED, "--tensor-parallel-size") if f"`{flag}" not in page
     ] == []
 
 

@@ -141,7 +141,7 @@ def test_a_grammar_that_is_complete_ends_before_min_tokens() -> None:
     class Complete:
         error = ""
 
-        def allowed(self, answer: object) -> bytes:
+        def allowed(self, answer: object, drafts: object) -> bytes:
             return bytes([0b0001])
 
     request = Request("r", [5], SamplingParams(min_tokens=9, temperature=0), stop_ids=frozenset({0}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,11 @@ from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
 from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
 from nibble.kernels.experts import cuda as experts
-from nibble.kernels.weight_formats import EXPERT_FORMATS, WeightFormat
+from nibble.kernels.experts import one
+from nibble.kernels.experts.gate import CLAMPED, SILU
+from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.router import cuda as router
+from nibble.kernels.weight_formats import EXPERT_FORMATS, WeightFormat, parts_of
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -158,17 +163,79 @@ def test_inputs_are_split_until_processors_are_busy(shape: tuple[int, int], spli
                                     for (codes, scales), groups in EXPERT_FORMATS.items() for group in groups],
                          ids=str)  # fmt: skip
 def test_products_with_packed_experts_compile(format: WeightFormat, arch: int) -> None:
+    # Few experts: shapes count, and values do not.
+    empty = torch.empty(32, 5760, 2880 // parts_of(format), dtype=torch.int16, device="meta")
+    packed = PackedExperts(format, empty, empty, torch.bfloat16)
     if not experts.scales_fit(format):
         with pytest.raises(BackendError, match="has one scale"):
-            compiling.cubin(experts.SOURCE, arch, experts.macros(format, experts.Tile(32, 8, 1)))
+            use = experts.Use(format, (5760, 2880), experts.Tile(32, 8, 1))
+            compiling.cubin(experts.SOURCE, arch, experts.macros(use))
         return
-    for tokens, choices in ((1, 8), (64, 512)):
-        tile = experts.tile_of(format, (32, 5760), tokens, choices)
-        assert compiling.cubin(experts.SOURCE, arch, experts.macros(format, tile)).startswith(compiling.ELF)
-        shared = experts.shared_bytes(format, tile, choices, 32)
+    inputs = 2880 if experts.row_fits(format, 2880) and not 2880 % (format.group or 1) else 2816
+    for tokens, choices, gate in ((1, 8, SILU), (64, 512, CLAMPED)):
+        tile = experts.tile_of(packed, tokens, choices, is_second=not gate)
+        use = experts.Use(format, (5760, inputs), tile, gate)
+        assert compiling.cubin(experts.SOURCE, arch, experts.macros(use)).startswith(compiling.ELF)
+        shared = experts.shared_bytes(use, choices, 32)
         assert shared + experts.RESERVED <= SHARED[arch]
         if arch == 90:
             assert experts.resident_blocks(SHARED[90], shared, tile) >= 3, "processors would wait for memory"
+
+
+MODELS = {"qwen3-30b-a3b": (2048, 768, 8, 128, SILU), "gpt-oss-20b": (2880, 2880, 4, 32, CLAMPED)}
+ONE_FORMATS = [
+    experts.PLAIN, WeightFormat("e4m3", 128), WeightFormat("e2m1", 32, "e8m0"), WeightFormat("uint4", 128),
+    WeightFormat("e2m1", 16, "e4m3", has_global=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("routes", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("format", ONE_FORMATS, ids=str)
+def test_a_layer_of_one_token_compiles_and_has_room(format: WeightFormat, model: str, routes: bool) -> None:
+    hidden, inner, slots, count, gate = MODELS[model]
+    shape = one.Shape(format, gate, hidden, inner, slots, count * routes, 132, one.WARPS[format.bits])
+    if hidden % (format.group or 1):
+        pytest.skip("groups are not whole")
+    assert one.fits(shape, SHARED[90])
+    code = compiling.cubin(one.SOURCE, 90, shape.macros(SHARED[90]))
+    assert code.startswith(compiling.ELF)
+    # What the compiler lays down, of which the host has a guess.
+    static = static_shared(code)
+    assert 0 < static <= shape.static_bytes
+    assert static + shape.stages(SHARED[90]) * shape.stage_bytes <= SHARED[90]
+
+
+def static_shared(code: bytes) -> int:
+    """Return the size of the section .nv.shared of an ELF file."""
+    header = struct.unpack_from("<HHIQQQIHHHHHH", code, 16)
+    offset, size, count, names = header[5], header[10], header[11], header[12]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", code, offset + i * size) for i in range(count)]
+    strings = sections[names][4]
+    found = {code[strings + s[0] : code.index(0, strings + s[0])]: s[5] for s in sections}
+    return next((size for name, size in found.items() if name.startswith(b".nv.shared.")), 0)
+
+
+def test_layers_without_room_are_computed_in_parts() -> None:
+    fp8 = WeightFormat("e4m3", 128)
+    fits = one.Shape(fp8, SILU, 2048, 768, 8, 0, 132, 8)
+    assert one.fits(fits, SHARED[90])
+    for other in (
+        {"hidden": 7168},
+        {"slots": 9},
+        {"blocks": 1000},
+        {"hidden": 2052},
+        {"inner": 64, "slots": 1},
+    ):
+        assert not one.fits(replace(fits, **other), SHARED[90]), other
+    assert not one.fits(fits, 60_000)
+
+
+@pytest.mark.parametrize(("experts_", "inputs"), [(128, 2048), (32, 2880), (256, 2048), (8, 4096)])
+def test_routers_compile(experts_: int, inputs: int) -> None:
+    shape = router.shape_of(experts_, inputs)
+    assert shape
+    assert compiling.cubin(router.SOURCE, 90, router.macros(shape)).startswith(compiling.ELF)
 
 
 def test_rows_of_experts_that_are_whole_pieces() -> None:

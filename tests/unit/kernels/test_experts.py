@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from nibble.kernels import experts as op
 from nibble.kernels.experts import naive
 from nibble.kernels.experts import triton as twin
+from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
@@ -135,3 +136,56 @@ def test_rows_of_no_expert_may_have_biases() -> None:
     others = torch.arange(2 * tokens, device=DEVICE) != 7
     layer.experts_TK[3, 1] = 0
     assert close(y_SN[places_S][others], layer.expected(layer.x_TI, layer.bias)[others])
+
+
+GATES = [Gate(SILU), Gate(CLAMPED, 2.0, 1.7)]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+def test_the_twin_of_a_gate(gate: Gate) -> None:
+    y = torch.randn(7, 2 * 1100, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 4
+    y[2, 3], y[4, 1100], y[5, 0] = float("nan"), float("inf"), -float("inf")
+    assert torch.allclose(twin.gated(y, gate), gated(y, gate), rtol=1e-4, atol=1e-6, equal_nan=True)
+    assert twin.gated(y[:0], gate).shape == (0, 1100)
+
+
+@pytest.mark.parametrize("has_places", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_twin_of_a_sum(dtype: torch.dtype, has_places: bool) -> None:
+    """Rows of no expert, which may hold anything, count for nothing."""
+    rng = torch.Generator().manual_seed(0)
+    y, weights = (
+        torch.randn(12, 700, generator=rng).to(DEVICE),
+        torch.rand(4, 3, generator=rng).to(DEVICE, dtype),
+    )
+    chosen = torch.randint(0, 6, (4, 3), generator=rng).to(DEVICE)
+    places = torch.randperm(12, generator=rng).to(DEVICE) if has_places else None
+    chosen[1, 1] = 6
+    y[places[4] if has_places else 4] = float("nan")
+    found = twin.combined(y, places, chosen, weights, 6)
+    assert torch.allclose(found, naive.combined(y, places, chosen, weights, 6), atol=1e-5)
+    rows = y if places is None else y[places]
+    expected = (
+        rows.view(4, 3, -1).nan_to_num() * weights.float().masked_fill(chosen == 6, 0)[:, :, None]
+    ).sum(1)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+def test_a_layer_is_its_parts(gate: Gate, tokens: int) -> None:
+    """In few launches or many, and with choices of no expert."""
+    layer = Layer(tokens, 3, 10)
+    rng = torch.Generator().manual_seed(1)
+    back = torch.randn(10, layer.inputs, layer.outputs // 2, generator=rng).to(DEVICE, torch.float16) / 8
+    weights = torch.rand(tokens, 3, generator=rng).to(DEVICE)
+    found = op.layer(layer.x_TI, layer.experts_TK, weights, (layer.weight, layer.bias), (back, None), gate)
+    y = gated(naive.product(layer.x_TI.float(), layer.experts_TK, layer.weight, layer.bias), gate)
+    z = naive.product(y, layer.experts_TK, back, None)
+    expected = naive.combined(z, None, layer.experts_TK, weights, 10)
+    assert found.dtype == torch.float16 and (found - expected).norm() <= 4e-3 * expected.norm()
+    layer.experts_TK[0, 1] = 10
+    weights[0, 1] = 0
+    others = op.layer(layer.x_TI, layer.experts_TK, weights, (layer.weight, layer.bias), (back, None), gate)
+    assert torch.equal(others[1:], found[1:]) and not torch.equal(others[0], found[0])

@@ -29,7 +29,9 @@ def untested(plan: Plan, hardware: Hardware) -> Iterator[str]:
                 phases.setdefault(route.backend, {})[str(route.phase)] = None
     names = [f"{name} ({', '.join(entries)})" for name, entries in phases.items()]
     states = state_support.untested(plan.states, plan.state_format, hardware, ledger)
-    names += [f"recurrent layers of {rule} in {plan.state_format} ({missing})" for rule, missing in states.items()]
+    names += [
+        f"recurrent layers of {rule} in {plan.state_format} ({missing})" for rule, missing in states.items()
+    ]
     if names:
         where = "a CPU" if hardware.is_cpu else f"SM{hardware.arch}"
         yield f"declared, never run on {where}: {', '.join(names)}"

@@ -24,6 +24,7 @@ from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
+from nibble.drafts import verify_tokens
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
@@ -163,6 +164,12 @@ class StepMemory:
         """Most requests that one step decodes."""
         return min(self.spec.max_running, self.step_tokens)
 
+    @property
+    def max_sampled(self) -> int:
+        """Most tokens that one step samples."""
+        with_drafts = min(verify_tokens(self.device.is_cpu), self.step_tokens) if self.spec.max_drafts else 0
+        return max(self.max_decodes, with_drafts)
+
     @cached_property
     def context(self) -> int:
         """Tokens of the longest request."""
@@ -184,7 +191,7 @@ class StepMemory:
         hidden = self.step_tokens * self.model.hidden_size * self.value_bytes * ACTIVATION_WIDTHS
         # Layers run one after the other, so the memory of the largest serves all.
         hidden = max(hidden, state_memory.step_bytes(self.model, self.step_tokens, self.value_bytes))
-        return hidden + self.max_decodes * self.model.vocab_size * 4 * LOGIT_COPIES
+        return hidden + self.max_sampled * self.model.vocab_size * 4 * LOGIT_COPIES
 
     @property
     def free_for_pages(self) -> int:
@@ -530,7 +537,7 @@ class MemoryPlanner:
     def least_bytes(self) -> int:
         """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
         pages = self.request_pages * self.cache_plan.layout.bytes_per_page
-        pages += window_memory.least_bytes(self.cache_plan) + self.least_state_bytes
+        pages += window_memory.least_bytes(self.cache_plan, self.spec) + self.least_state_bytes
         # A CPU gives a part of its memory to pages.
         share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
         return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)
@@ -573,7 +580,9 @@ class MemoryPlanner:
         # Of what is asked for, snapshots of prefixes get their share.
         share = window_memory.SNAPSHOT_SHARE if self.cache_plan.window and self.spec.prefix_cache else 0.0
         share += state_memory.SNAPSHOT_SHARE if self.model.states and self.spec.prefix_cache else 0.0
-        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(self.cache_plan)
+        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(
+            self.cache_plan, self.spec
+        )
         least += self.least_state_bytes
         mib = cdiv(int(least / (1 - share)), 1 << 20)
         raise CapacityError(

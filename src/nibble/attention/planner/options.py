@@ -67,6 +67,11 @@ class PlanRequest:
     defaults: Defaults = BEST
     """What options that are left to Nibble may become."""
 
+    @property
+    def requires_verify(self) -> bool:
+        """Whether draft tokens must be served."""
+        return self.verify or self.spec.max_drafts > 0
+
     @cached_property
     def spec(self) -> CacheSpec:
         """The parsed config; raises ConfigError where that is malformed."""

@@ -70,8 +70,8 @@ def resolve(
         hardware: The machine.
         backends: By name; None for all that this version knows.
         declared: Let `auto` also choose backends that this version knows but cannot run yet.
-        verify: Refuse where draft tokens cannot be served. Otherwise such a plan has no VERIFY route, a note says so,
-            and no backend holds memory for VERIFY alone.
+        verify: Refuse where draft tokens cannot be served, as where `config` has a drafter. Otherwise such a plan has
+            no VERIFY route, a note says so, and no backend holds memory for VERIFY alone.
         measured: Times of this machine (evidence.load_tuned), which `auto` follows first.
         best: What an exact window and transforms that are left to Nibble may become.
 
@@ -236,7 +236,7 @@ def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
 
 
 def _must_serve(request: PlanRequest, phase: Phase) -> bool:
-    return phase in ROUTED or request.verify
+    return phase in ROUTED or request.requires_verify
 
 
 def _pick(routes: Iterable[Route], page: int, packing: str) -> Route | None:
@@ -320,7 +320,7 @@ def _group(
 def _drafting(request: PlanRequest, routes: Iterable[Route], used: Collection[str]) -> Iterator[Route]:
     """Yield the routes that may serve VERIFY: unless it is required, no backend takes memory for it alone."""
     for route in routes:
-        if request.verify or not route.row.workspace_bytes or route.backend in used:
+        if request.requires_verify or not route.row.workspace_bytes or route.backend in used:
             yield route
 
 

@@ -60,7 +60,7 @@ def divide(model: ModelSpec, spec: CacheSpec, dtype: str, room: int, requests: i
     """
     if not model.states:
         return None
-    size = slot_bytes(model, spec.state_format, dtype)
+    size = slot_bytes(model, spec.state_format, dtype, spec.max_drafts)
     # Where memory is short, fewer requests run at a time: pages are worth more than their number.
     running = min(requests, max(1, int(STATE_SHARE * room) // size))
     snapshots = int(SNAPSHOT_SHARE * room) // size if spec.prefix_cache else 0
@@ -79,7 +79,11 @@ def check(states: StateMemory | None, room: int) -> None:
 
 def least_bytes(model: ModelSpec, spec: CacheSpec, dtype: str) -> int:
     """Return what states take where one request runs at a time, without snapshots."""
-    return (1 + SPARE_SLOTS) * slot_bytes(model, spec.state_format, dtype) if model.states else 0
+    return (
+        (1 + SPARE_SLOTS) * slot_bytes(model, spec.state_format, dtype, spec.max_drafts)
+        if model.states
+        else 0
+    )
 
 
 def step_bytes(model: ModelSpec, tokens: int, value_bytes: int) -> int:

@@ -41,7 +41,9 @@ def untested(
         return {}
     verified = {entry.key for entry in ledger if entry.backend == LEDGER_NAME}
     missing = {
-        group.rule: [str(phase) for phase in PHASES if key(group, phase, format, hardware.arch) not in verified]
+        group.rule: [
+            str(phase) for phase in PHASES if key(group, phase, format, hardware.arch) not in verified
+        ]
         for group in states
     }
     return {rule: ", ".join(phases) for rule, phases in missing.items() if phases}

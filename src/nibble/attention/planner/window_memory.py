@@ -58,12 +58,13 @@ def divide(plan: Plan, spec: CacheSpec, room: int) -> ExactMemory | None:
         return None
     page_bytes = plan.exact_layout.bytes_per_page
     # Where memory is short, fewer requests run at a time: pages are worth more than their number.
-    fitting = int(EXACT_SHARE * room) // (_request_pages(plan) * page_bytes)
+    growth = _growth(plan, spec)
+    fitting = int(EXACT_SHARE * room) // ((running_pages(plan) + growth) * page_bytes)
     requests = min(spec.max_running, max(1, fitting))
     snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if spec.prefix_cache else 0
     # A page to grow into is needed for a step or two, and a snapshot gives way to it.
     growing = requests + LEAST_REQUESTS
-    held = growing * running_pages(plan) + max(growing - snapshots, 0)
+    held = growing * running_pages(plan) + max(growing * growth - snapshots, 0)
     return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
 
 
@@ -83,11 +84,11 @@ def check(plan: Plan, exact: ExactMemory | None, room: int) -> None:
         )
 
 
-def least_bytes(plan: Plan) -> int:
+def least_bytes(plan: Plan, spec: CacheSpec) -> int:
     """Return what the window takes where one request runs at a time, without snapshots; 0 without a window."""
     if not plan.window:
         return 0
-    pages = (1 + LEAST_REQUESTS) * _request_pages(plan) + 1
+    pages = (1 + LEAST_REQUESTS) * (running_pages(plan) + _growth(plan, spec)) + 1
     return pages * plan.exact_layout.bytes_per_page
 
 
@@ -127,9 +128,9 @@ def running_pages(plan: Plan) -> int:
     return plan.sinks // plan.page_size + cdiv(plan.window, plan.page_size) + 1
 
 
-def _request_pages(plan: Plan) -> int:
-    """Return the most exact pages of a running request: for a step or two it has one to grow into, too."""
-    return running_pages(plan) + 1
+def _growth(plan: Plan, spec: CacheSpec) -> int:
+    """Return the exact pages that a running request grows into: for a step or two one, or those of its drafts."""
+    return max(1, cdiv(spec.max_drafts, plan.page_size))
 
 
 def as_dict(plan: Plan, exact: ExactMemory, context: int) -> dict[str, Any]:

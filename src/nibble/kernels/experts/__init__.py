@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import invariant, triton_present
-from nibble.kernels.experts import cuda, naive
+from nibble.kernels.experts import cuda, naive, one
 from nibble.kernels.experts.gate import Gate
 from nibble.kernels.experts.gate import gated as naive_gated
 from nibble.kernels.experts.matrices import PackedExperts
@@ -44,7 +44,10 @@ class Packed(Protocol):
 
 
 def up(
-    x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None
+    x_TI: Tensor,
+    experts_TK: Tensor,
+    weight_ENI: Tensor | Packed,
+    bias_EN: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Multiply each token with the matrices of its experts.
 
@@ -62,7 +65,12 @@ def up(
     return y_SN, places_S
 
 
-def down(x_SI: Tensor, experts_TK: Tensor, weight_ENI: Tensor | Packed, bias_EN: Tensor | None) -> Tensor:
+def down(
+    x_SI: Tensor,
+    experts_TK: Tensor,
+    weight_ENI: Tensor | Packed,
+    bias_EN: Tensor | None,
+) -> Tensor:
     """Multiply each row, in the order of up(), with the matrix of its expert -> [S, N] in the same order."""
     operators, weight = _operators(weight_ENI)
     y_SN: Tensor = operators[1](x_SI, experts_TK, bias_EN, *weight)
@@ -89,7 +97,45 @@ def layer(
     matrices = [part for weight, bias in (up, down) for part in (*_parts(weight), bias)]
     facts = [_facts(weight) for weight, _ in (up, down)]
     y_TI: Tensor = torch.ops.nibble.experts_layer(
-        x_TI, experts_TK, weights_TK, *matrices, *facts, gate.kind, gate.limit, gate.factor
+        x_TI,
+        experts_TK,
+        weights_TK,
+        *matrices,
+        *facts,
+        gate.kind,
+        gate.limit,
+        gate.factor,
+    )
+    return y_TI
+
+
+def routed_layer(
+    x_TI: Tensor, router: tuple[Tensor, Tensor | None], up: tuple[Tensor | Packed, Tensor | None],
+    down: tuple[Tensor | Packed, Tensor | None], gate: Gate, *, top_k: int, is_normalized: bool,
+) -> Tensor:  # fmt: skip
+    """Compute a layer of experts and its router, as kernels/router does.
+
+    Args:
+        x_TI: Tokens.
+        router: The router's matrix and bias.
+        up: As in layer().
+        down: As in layer().
+        gate: As in layer().
+        top_k: How many experts a token chooses.
+        is_normalized: Whether weights of a token add up to 1.
+    """
+    matrices = [part for weight, bias in (up, down) for part in (*_parts(weight), bias)]
+    facts = [_facts(weight) for weight, _ in (up, down)]
+    *_, y_TI = torch.ops.nibble.experts_routed_layer(
+        x_TI,
+        *router,
+        top_k,
+        is_normalized,
+        *matrices,
+        *facts,
+        gate.kind,
+        gate.limit,
+        gate.factor,
     )
     return y_TI
 
@@ -143,14 +189,23 @@ def _layer(
     down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
+    top_k = experts.shape[1]
+    if first and second and one.serves(x, top_k, first, up_bias, second, down_bias, gate):
+        return one.layer(x, experts, weights, first, up_bias, second, down_bias, gate, top_k=top_k)[3]
     if first and second and _is_few(x, experts, up) and cuda.serves(x, experts, first, up_bias):
-        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, ahead=second)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, next_matrices=second)
         if cuda.serves(y_SN, experts, second, down_bias):
             if cuda.combines(experts, x):
                 return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
             y_SN = cuda.few_product(y_SN, experts, second, down_bias)
             return _combined(y_SN, None, experts, weights, second.shape[0])
-        return _combined(_down(y_SN, experts, down_bias, down), None, experts, weights, second.shape[0])
+        return _combined(
+            _down(y_SN, experts, down_bias, down),
+            None,
+            experts,
+            weights,
+            second.shape[0],
+        )
     y_SN, places_S = _up(x, experts, up_bias, up)
     y_SN = _down(_gated(y_SN, gate), experts, down_bias, down)
     return _combined(y_SN, places_S, experts, weights, down.shape[0])
@@ -159,17 +214,17 @@ def _layer(
 def _gated(y_SN: Tensor, gate: Gate) -> Tensor:
     if not _has_kernels(y_SN):
         return naive_gated(y_SN, gate)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.gated(y_SN, gate)
+    return fast.gated(y_SN, gate)
 
 
 def _combined(y_SN: Tensor, places_S: Tensor | None, experts: Tensor, weights: Tensor, count: int) -> Tensor:
     if not _has_kernels(y_SN):
         return naive.combined(y_SN, places_S, experts, weights, count)
-    from nibble.kernels.experts import combine
+    from nibble.kernels.experts import triton as fast
 
-    return combine.combined(y_SN, places_S, experts, weights, count)
+    return fast.combined(y_SN, places_S, experts, weights, count)
 
 
 def _is_few(x: Tensor, experts: Tensor, weight: Tensor | PackedExperts) -> bool:
@@ -182,7 +237,12 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _many_packed(
-    x: Tensor, order_S: Tensor | None, top_k: int, ends_E: Tensor, weight: PackedExperts, bias: Tensor | None
+    x: Tensor,
+    order_S: Tensor | None,
+    top_k: int,
+    ends_E: Tensor,
+    weight: PackedExperts,
+    bias: Tensor | None,
 ) -> Tensor:
     from nibble.kernels.experts.triton import many_product
 
@@ -205,7 +265,12 @@ def _few(
 
 
 def _grouped(
-    x: Tensor, experts: Tensor, order_S: Tensor, ends_E: Tensor, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    experts: Tensor,
+    order_S: Tensor,
+    ends_E: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     """Multiply rows that are sorted by their experts."""
     matrices = weight.transpose(1, 2)
@@ -223,7 +288,14 @@ def _packed(
     rounded: str,
 ) -> PackedExperts:  # fmt: skip
     format = WeightFormat(kind, group, scales, has_global=global_scale is not None)
-    return PackedExperts(format, codes, scale, getattr(torch, dtype), getattr(torch, rounded), global_scale)
+    return PackedExperts(
+        format,
+        codes,
+        scale,
+        getattr(torch, dtype),
+        getattr(torch, rounded),
+        global_scale,
+    )
 
 
 def _packed_up(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) -> tuple[Tensor, Tensor]:
@@ -235,16 +307,70 @@ def _packed_down(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) 
 
 
 def _experts_layer(x: Tensor, experts: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
-    up, down = _joined(arguments[:3], arguments[8]), _joined(arguments[4:7], arguments[9])
+    up, down = (
+        _joined(arguments[:3], arguments[8]),
+        _joined(arguments[4:7], arguments[9]),
+    )
     return _layer(x, experts, weights, up, arguments[3], down, arguments[7], Gate(*arguments[10:]))
+
+
+def _experts_routed_layer(
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    top_k: int,
+    is_normalized: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    up, down = (
+        _joined(arguments[:3], arguments[8]),
+        _joined(arguments[4:7], arguments[9]),
+    )
+    gate, (up_bias, down_bias) = Gate(*arguments[10:]), (arguments[3], arguments[7])
+    first, second = (cuda.matrices_of(weight, len(x)) for weight in (up, down))
+    if (
+        first
+        and second
+        and one.serves(x, top_k, first, up_bias, second, down_bias, gate, router=router_weight)
+    ):
+        return one.layer(
+            x, None, None, first, up_bias, second, down_bias, gate, top_k=top_k, router=router_weight,
+            router_bias=router_bias, is_normalized=is_normalized,
+        )  # fmt: skip
+    logits, weights, experts = torch.ops.nibble.route(x, router_weight, router_bias, top_k, is_normalized)
+    return (
+        logits,
+        weights,
+        experts,
+        _layer(x, experts, weights, up, up_bias, down, down_bias, gate),
+    )
+
+
+def _routed_shapes(
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    top_k: int,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # Not len(), which makes a number of a size that a compiler leaves open.
+    tokens, experts = x.shape[0], router_weight.shape[0]
+    experts_TK = x.new_empty(tokens, top_k, dtype=torch.int64)
+    return (
+        x.new_empty(tokens, experts),
+        x.new_empty(tokens, top_k),
+        experts_TK,
+        x.new_empty(x.shape),
+    )
 
 
 def _joined(parts: tuple[Any, ...], facts: str) -> Tensor | PackedExperts:
     if not facts:
         weight: Tensor = parts[0]
         return weight
-    kind, group, *names = facts.split(",")
-    return _packed(*parts, kind, int(group), *names)
+    codes, scale, global_scale = parts
+    kind, group, scales, dtype, rounded = facts.split(",")
+    return _packed(codes, scale, global_scale, kind, int(group), scales, dtype, rounded)
 
 
 def _layer_shape(x: Tensor, *arguments: Any) -> Tensor:
@@ -268,13 +394,23 @@ _MATRICES = ", ".join(
     f"Tensor {name}, Tensor? {name}_scale, Tensor? {name}_global, Tensor? {name}_bias"
     for name in ("up", "down")
 )
-_LAYER_ARGUMENTS = f"Tensor x, Tensor experts, Tensor weights, {_MATRICES}, str up_facts, str down_facts, str gate, float limit, float factor"  # fmt: skip # noqa: E501
+_MATRICES = f"{_MATRICES}, str up_facts, str down_facts, str gate, float limit, float factor"
+_LAYER_ARGUMENTS = f"Tensor x, Tensor experts, Tensor weights, {_MATRICES}"
+_ROUTER = "Tensor router_weight, Tensor? router_bias, int top_k, bool is_normalized"
+_ROUTED_ARGUMENTS = f"Tensor x, {_ROUTER}, {_MATRICES}"
 for _name, _arguments, _result, _implement, _shape in (
     ("experts_up", _ARGUMENTS, "(Tensor, Tensor)", _up, _up_shape),
     ("experts_down", _ARGUMENTS, "Tensor", _down, _down_shape),
     ("packed_experts_up", _PACKED_ARGUMENTS, "(Tensor, Tensor)", _packed_up, _up_shape),
     ("packed_experts_down", _PACKED_ARGUMENTS, "Tensor", _packed_down, _down_shape),
     ("experts_layer", _LAYER_ARGUMENTS, "Tensor", _experts_layer, _layer_shape),
+    (
+        "experts_routed_layer",
+        _ROUTED_ARGUMENTS,
+        "(Tensor, Tensor, Tensor, Tensor)",
+        _experts_routed_layer,
+        _routed_shapes,
+    ),
 ):
     _library.define(f"{_name}({_arguments}) -> {_result}")
     _library.impl(_name, _implement, "CompositeExplicitAutograd")

@@ -58,7 +58,11 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
     """Return whether the kernel multiplies rows with matrices."""
     if not x.is_cuda or not _has_driver():
         return False
-    format, gpu, (experts, outputs, inputs) = matrices.format, gpu_of(x.device), matrices.shape
+    format, gpu, (experts, outputs, inputs) = (
+        matrices.format,
+        gpu_of(x.device),
+        matrices.shape,
+    )
     tile = _tile(x, experts_TK, matrices)
     return (
         gpu.arch >= FIRST_ARCH
@@ -67,7 +71,12 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
         and scales_fit(format)
         and row_fits(format, inputs)
         and outputs % tile.rows == 0
-        and shared_bytes(Use(format, tile, is_one=True), inputs, experts_TK.numel(), experts) + RESERVED
+        and shared_bytes(
+            Use(format, (outputs, inputs), tile, is_one=True),
+            experts_TK.numel(),
+            experts,
+        )
+        + RESERVED
         <= gpu.memory
     )
 
@@ -115,6 +124,8 @@ class Use:
     """What a launch is for."""
 
     format: WeightFormat
+    shape: tuple[int, int]
+    """Outputs and inputs of a matrix."""
     tile: Tile
     gate: str = ""
     is_one: bool = False
@@ -136,7 +147,12 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
     if tokens == 1:
         # All that a warp reads is on its way at a time.
         steps = cdiv(cdiv(inputs * bits, LANES * 128), WARPS)
-        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, min(steps + 1, 4 if is_second else 9))
+        return Tile(
+            ROWS[0],
+            COLUMNS[0],
+            4 if is_second else 3,
+            min(steps + 1, 4 if is_second else 9),
+        )
     is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
@@ -152,13 +168,13 @@ def combines(experts_TK: Tensor, x: Tensor) -> bool:
     return tokens == 1 and top_k <= MOST_COMBINED and gpu_of(x.device).arch == SM90
 
 
-def shared_bytes(use: Use, inputs: int, choices: int, experts: int) -> int:
+def shared_bytes(use: Use, choices: int, experts: int) -> int:
     """Return a block's dynamic shared memory: stages, sums, five numbers of a choice and one of an expert."""
     tile, own, piece = use.tile, use.tile.rows // 8, 128 // use.format.bits
     scales = own * (cdiv(piece, use.format.group) if use.format.scales else 2)
     stages = tile.stages * WARPS * 512 * (own + (use.format != PLAIN) * cdiv(scales, 16))
     sums = 4 * (WARPS // 2 * tile.columns * (tile.rows + 4) + use.combine * tile.rows)
-    return stages + sums + 2 * inputs * use.is_one + 20 * choices + 4 * experts
+    return stages + sums + 2 * use.shape[1] * use.is_one + 20 * choices + 4 * experts
 
 
 def resident_blocks(memory: int, shared: int, tile: Tile) -> int:
@@ -170,7 +186,8 @@ def macros(use: Use) -> dict[str, int]:
     """Return the macros of few.cu."""
     format, tile = use.format, use.tile
     return {
-        "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group, "COLUMNS": tile.columns,
+        "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group,
+        "OUTPUTS": use.shape[0], "INPUTS": use.shape[1], "COLUMNS": tile.columns,
         "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
         "COMBINE": use.combine,
     }  # fmt: skip
@@ -186,7 +203,7 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    ahead: PackedExperts | None = None, tile: Tile | None = None,
+    next_matrices: PackedExperts | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -199,7 +216,7 @@ def few_product(
         places_S: Int64: it receives which row of the result each choice has.
         gate: What becomes of outputs, if anything.
         weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
-        ahead: What the next product multiplies with.
+        next_matrices: What the next product multiplies with.
         tile: Another tile than the fastest.
 
     Raises:
@@ -215,25 +232,30 @@ def few_product(
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    is_each, is_early = len(x) != tokens, len(x) != tokens and experts_TK.is_contiguous()
+    is_each, is_early = (
+        len(x) != tokens,
+        len(x) != tokens and experts_TK.is_contiguous(),
+    )
     tile = tile or _tile(x, experts_TK, matrices)
-    use = Use(matrices.format, tile, gate.kind if gate else "", tokens == 1 and (is_combined or not is_each),
-              top_k if is_combined else 0)  # fmt: skip
-    ahead = ahead if tile.prefetches and tokens == 1 else None
+    is_one = tokens == 1 and (is_combined or not is_each)
+    kind, summed = gate.kind if gate else "", top_k if is_combined else 0
+    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed)
+    following = next_matrices if tile.prefetches and tokens == 1 else None
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
     tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S, ahead.codes if ahead else None)  # fmt: skip
+               out_SN, places_S, following.codes if following else None)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    sizes = (choices, top_k, experts, outputs, inputs, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early), int(is_combined and weights_TK.dtype == torch.float32))  # fmt: skip
+    is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
+    sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
+             int(is_each), int(is_early), int(is_float32))  # fmt: skip
     values = (
         *pointers,
-        ahead.codes[0].nbytes if ahead else 0,
+        following.codes[0].nbytes if following else 0,
         *sizes,
         *((gate.limit, gate.factor) if gate else (0.0, 1.0)),
     )
     types = (*(POINTER,) * len(pointers), LONG, *(INT,) * len(sizes), FLOAT, FLOAT)
-    shared = shared_bytes(use, inputs, choices, experts)
+    shared = shared_bytes(use, choices, experts)
     blocks = choices * (outputs // tile.rows)
     if not is_combined:
         blocks = min(blocks, gpu.processors * resident_blocks(gpu.memory, shared, tile))

@@ -1,15 +1,12 @@
 // Products of a few tokens with the packed matrices of the experts that they chose (matrices.py), at the speed of memory.
 //
 // Compiled at run time, with these macros:
-//   CODES    0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8, 3: bfloat16, without scales
-//   SCALES   of groups; 0: bfloat16, 1: E4M3 beside a float32 for each output, 2: E8M0
-//   GROUP    inputs of a group; 0: a row is one
+//   CODES, SCALES, GROUP, GATE  as words.cuh says
+//   OUTPUTS, INPUTS  of a matrix
 //   COLUMNS  tokens of an expert that are multiplied at a time: 8 or 16
 //   ROWS     outputs that a block multiplies at a time: 32 or 64
 //   WARPS    warps of a block
 //   STAGES   steps that are copied at a time
-//   GATE     what becomes of outputs; 0: nothing, 1: silu(first half) * second half, 2: of each two neighbours the first
-//            is clamped from above, the second on both sides, and a * sigmoid(factor * a) * (b + 1) is left
 //   ONE      whether all choices are those of a single token, with one row of x for a block
 //   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
 //            and summed up, in order
@@ -29,22 +26,16 @@
 
 #include "bits.cuh"
 #include "cluster.cuh"
+#include "words.cuh"
 
 constexpr int THREADS = 32 * WARPS, TILES = COLUMNS / 8, OWN = ROWS / 8;
-constexpr int BITS = CODES == 0 ? 8 : CODES == 3 ? 16 : 4, PARTS = 16 / BITS;  // codes of a word
-constexpr int PIECE = 128 / BITS;                            // inputs of 16 bytes of codes
-constexpr int RUN = GROUP == 16 ? 4 : 8;                     // inputs that follow one another in words
-constexpr bool IS_PLAIN = CODES == 3;                        // codes are values
-constexpr bool OF_CODES = SCALES != 0;                       // scales multiply codes
-constexpr bool OF_STEP = !OF_CODES && GROUP != 0;            // scales multiply the sums of a step
-constexpr int GROUPS = OF_CODES && GROUP < PIECE ? PIECE / GROUP : 1;     // of a lane's inputs
-constexpr int SCALE_BYTES = OWN * (OF_CODES ? 1 : 2);                     // of a lane's outputs, for a group
-static_assert(!OF_STEP || GROUP % (4 * PIECE) == 0, "what is multiplied at a time has one scale");
-
-// E4M3 comes times 2^-120, which factors undo; where there are none, x is times 2^60, and sums.
-// Of E2M1 and E4M3 scales, factors leave 2^9 to the sums: with all of it the largest would be beyond bfloat16.
-constexpr bool SCALES_X = CODES == 0 && !OF_CODES;
-constexpr float UNDO = SCALES_X ? 0x1p60f : SCALES == 1 ? 0x1p9f : 1;
+constexpr int SCALE_BYTES = OWN * (OF_CODES ? 1 : 2);                // of a lane's outputs, for a group
+constexpr int GROUP_OR_ROW = GROUP ? GROUP : INPUTS;
+constexpr u64 WIDTH = (u64)INPUTS * BITS / 8;                       // bytes of a row of codes
+constexpr int PIECES = INPUTS / PIECE, STEPS = (PIECES + 3) / 4;
+constexpr bool IS_EVEN = PIECES % 4 == 0;                           // the last step is a whole one
+constexpr int NUMBERS = OUTPUTS / ROWS;                             // tiles of an expert
+constexpr u32 SCALE_GROUP = OUTPUTS * SCALE_BYTES / OWN;            // bytes of the scales of a group
 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
 constexpr int VECTORS = OWN + (IS_PLAIN ? 0 : (GROUPS * SCALE_BYTES + 15) / 16), STAGE_BYTES = VECTORS * 512;
@@ -52,76 +43,6 @@ constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
 constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
 constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
-
-template <int BYTES>
-DEVICE void copy_async(u8* to, const u8* from, bool is_there) {
-  if (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;"
-                 :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;"
-                 :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(is_there ? BYTES : 0) : "memory");
-  }
-}
-
-DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-
-DEVICE u32 multiply(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000); }  // + -0
-
-// The codes of two words, times a factor: for each code of a word a pair of neighbouring inputs.
-DEVICE void unpack(u32* pair, u32 words, u32 factor) {
-#if CODES == 0
-  pair[0] = ((words << 8) & 0x80008000) | ((words << 4) & 0x07F007F0);
-  pair[1] = (words & 0x80008000) | ((words >> 4) & 0x07F007F0);
-#elif CODES == 3
-  pair[0] = words;
-#elif CODES == 1
-  pair[0] = words & 0x81C081C0;
-  pair[1] = (words << 3) & 0x81C081C0;
-  pair[2] = (words << 6) & 0x81C081C0;
-  pair[3] = (((words >> 8) & 0x006C006C) * 0x421) & 0x81C081C0;
-#else
-  for (int i = 0; i < 4; i++) {  // 128 + code, of which 136 is taken away
-    pair[i] = fma_bf16x2(((words >> (4 * i)) & 0x000F000F) | 0x43004300, 0x3F803F80, 0xC308C308);
-  }
-#endif
-  if (OF_CODES) {
-    for (int i = 0; i < PARTS; i++) pair[i] = multiply(pair[i], factor);
-  }
-}
-
-// The factor of codes, twice, of byte i of a word of scales.
-DEVICE u32 factor_of(u32 scales, int i) {
-  const u32 byte = (scales >> (8 * i)) & 0xFF;
-#if SCALES == 2
-  return (byte + (CODES == 1 ? 126 : 120)) * 0x00800080u;
-#else
-  const float value = __uint_as_float((byte & 0x7F) << 20 | (byte & 0x80) << 24) * 0x1p120f * 0x1p117f;
-  return __byte_perm(__float_as_uint(value), 0, 0x3232);
-#endif
-}
-
-// The input that pair `part` of register r of a piece begins with.
-DEVICE constexpr int input_of(int part, int r) { return 2 * r / RUN * (RUN * PARTS) + part * RUN + 2 * r % RUN; }
-
-DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-
-DEVICE float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
-
-// What the gate leaves of two outputs. Comparisons let NaN through.
-DEVICE float gated(float a, float b, float limit, float factor) {
-#if GATE == 2
-  a = a > limit ? limit : a;
-  b = b > limit ? limit : b < -limit ? -limit : b;
-  return a * sigmoid(factor * a) * (b + 1);
-#else
-  return a * sigmoid(a) * b;
-#endif
-}
 
 // Some choices of an expert.
 struct Share {
@@ -199,14 +120,14 @@ DEVICE void prefetch(const u8* from, u32 bytes) {
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
     few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
         const float* global_scale, const u16* bias, u16* out, long long* places, const u8* ahead, u64 ahead_bytes,
-        int choices, int top_k, int experts, int outputs, int inputs, int x_stride, int bias_stride, int is_each,
-        int is_early, int is_float, float limit, float factor) {
+        int choices, int top_k, int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
+        float limit, float factor) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
   float* const parts = sums + HALF * COLUMNS * SUM_FLOATS;  // of a cluster's blocks
   u16* const x_one = (u16*)(parts + COMBINE * ROWS);        // the row of x
-  Share* const shares = (Share*)(x_one + (ONE ? inputs : 0));
+  Share* const shares = (Share*)(x_one + (ONE ? INPUTS : 0));
   int* const list = (int*)(shares + choices);
 #if COMBINE
   cluster_arrive();
@@ -217,46 +138,44 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   }
   const int share_count = choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
                                            : share_out(chosen, choices, experts, shares, list, list + choices);
-  const int tiles = outputs / ROWS, stop = share_count * tiles, pieces = inputs / PIECE;
-  const int steps = (pieces + 3) / 4, begin = steps * warp / WARPS, end = steps * (warp + 1) / WARPS;
-  const u64 width = (u64)pieces * 16;
+  const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
 
   // Tiles of a share follow one another, but those of a cluster are of different shares.
-  auto share_of = [&](int tile) { return shares[COMBINE ? tile % (COMBINE ? COMBINE : 1) : tile / tiles]; };
-  auto number_of = [&](int tile) { return COMBINE ? tile / (COMBINE ? COMBINE : 1) : tile % tiles; };
+  auto share_of = [&](int tile) { return shares[COMBINE ? tile % (COMBINE ? COMBINE : 1) : tile / NUMBERS]; };
+  auto number_of = [&](int tile) { return COMBINE ? tile / (COMBINE ? COMBINE : 1) : tile % NUMBERS; };
   // The output at a place of a tile.
   auto output_of = [&](int number, int place) {
     if (GATE != 1) return number * ROWS + place;
-    return number * (ROWS / 2) + place + (place < ROWS / 2 ? 0 : outputs / 2 - ROWS / 2);
+    return number * (ROWS / 2) + place + (place < ROWS / 2 ? 0 : OUTPUTS / 2 - ROWS / 2);
   };
 
   // Where a warp is: a step of a tile.
   struct Cursor {
     int tile, step;
-    const u8 *codes, *scales;  // of the lane's first output
+    const u8 *codes, *scales;  // of the lane's first output; codes at its piece
   };
   auto enter = [&](Cursor& at) {
     if (at.tile >= stop) return;
-    const u64 row = (u64)share_of(at.tile).expert * outputs;
+    const u64 expert = share_of(at.tile).expert;
     const int first = output_of(number_of(at.tile), OWN * g);
-    at.codes = codes + (row + first) * width;
-    at.scales = scales + (row * (GROUP ? inputs / (GROUP ? GROUP : 1) : 1) + first) * (SCALE_BYTES / OWN);
+    at.codes = codes + (expert * OUTPUTS + first) * WIDTH + (begin * 4 + c) * 16;
+    at.scales = scales + (expert * OUTPUTS * (INPUTS / GROUP_OR_ROW) + first) * (SCALE_BYTES / OWN);
   };
   auto advance = [&](Cursor& at) {
+    at.codes += 64;
     if (++at.step < end) return;
     at.step = begin, at.tile += gridDim.x;
     enter(at);
   };
   auto copy = [&](const Cursor& at, u8* stage) {
     const int piece = at.step * 4 + c;
-    const bool is_there = piece < pieces;
+    const bool is_there = IS_EVEN || piece < PIECES;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) copy_async<16>(stage + i * 512, at.codes + i * width + piece * 16, is_there);
+    for (int i = 0; i < OWN; i++) copy_async<16>(stage + i * 512, at.codes + i * WIDTH, is_there);
 #pragma unroll
     for (int i = 0; i < (IS_PLAIN ? 0 : GROUPS); i++) {
-      const u64 group = GROUP ? piece * PIECE / (GROUP ? GROUP : 1) + i : 0;
-      const u8* from = at.scales + group * outputs * (SCALE_BYTES / OWN);
+      const u8* from = at.scales + u32(piece * PIECE / GROUP_OR_ROW) * SCALE_GROUP + i * SCALE_GROUP;
       copy_async<SCALE_BYTES>(stage + OWN * 512 + i * SCALE_BYTES, from, is_there);
     }
   };
@@ -270,14 +189,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   }
   if (ahead && threadIdx.x == 0) {
     for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
-      const u64 from = ahead_bytes / 16 * number_of(tile) / tiles, to = ahead_bytes / 16 * (number_of(tile) + 1) / tiles;
+      const u64 all = ahead_bytes / 16, from = all * number_of(tile) / NUMBERS, to = all * (number_of(tile) + 1) / NUMBERS;
       prefetch(ahead + share_of(tile).expert * ahead_bytes + from * 16, u32(to - from) * 16);
     }
   }
   if (is_early) wait_for_inputs();
   if (ONE) {
     const u16* const row = x + (u64)(COMBINE ? blockIdx.x % (COMBINE ? COMBINE : 1) : 0) * x_stride;
-    for (int i = begin * 4 * PIECE + lane * 8; i < min(end * 4 * PIECE, inputs); i += 256) {
+    for (int i = begin * 4 * PIECE + lane * 8; i < min(end * 4 * PIECE, INPUTS); i += 256) {
       *(uint4*)(x_one + i) = *(const uint4*)(row + i);
     }
     __syncwarp();
@@ -294,14 +213,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       const int choice = list[share.first + (is_live[t] ? 8 * t + g : 0)];
       x_lane[t] = (ONE ? x_one : x + (u64)(is_each ? choice : choice / top_k) * x_stride) + c * PIECE;
     }
-    uint4 next[TILES][VECTORS_OF_X];
+    uint4 next[TILES][VECTORS_OF_X] = {};
+    // Of inputs that are not there codes are 0, and x may be what it was.
     auto load_x = [&](int step) {
+      const bool is_there = IS_EVEN || step * 4 + c < PIECES;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
 #pragma unroll
         for (int i = 0; i < VECTORS_OF_X; i++) {
-          next[t][i] = make_uint4(0, 0, 0, 0);
-          if (is_live[t] && step * 4 + c < pieces) next[t][i] = *(const uint4*)(x_lane[t] + step * (4 * PIECE) + i * 8);
+          if (is_live[t] && is_there) next[t][i] = *(const uint4*)(x_lane[t] + step * (4 * PIECE) + i * 8);
         }
       }
     };
@@ -395,7 +315,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
 #pragma unroll
       for (int w = 0; w < HALF; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + at];
       const int output = output_of(number_of(tile), at);
-      const u64 row = (u64)share.expert * outputs + output;
+      const u64 row = (u64)share.expert * OUTPUTS + output;
       if (!OF_CODES && !IS_PLAIN && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
       sum *= UNDO;
       if (SCALES == 1) sum *= global_scale[row];
@@ -421,7 +341,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       float y = value(token, GATE == 2 ? 2 * r : r);
       if (GATE) y = gated(y, value(token, GATE == 2 ? 2 * r + 1 : r + ROWS / 2), limit, factor);
       const u64 choice = list[share.first + token];
-      out[choice * (outputs / ROWS * RESULTS) + number_of(tile) * RESULTS + r] = u16(pack_bf16(y, 0));
+      out[choice * (NUMBERS * RESULTS) + number_of(tile) * RESULTS + r] = u16(pack_bf16(y, 0));
     }
 #endif
   }

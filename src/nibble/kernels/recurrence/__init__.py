@@ -142,8 +142,9 @@ def recurrence(
             f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
         )
     if _has_kernels(batch, v_THV):
-        rule = _matrix_rule(batch)
-        return rule.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta)
+        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
+        o_THV: Tensor = _matrix_rule(*inputs).recurrence(*inputs, delta=delta)
+        return o_THV
     host = _on_host(v_THV, batch)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
 
@@ -184,9 +185,9 @@ def selective(
             f"{list(state.planes[0].shape)}"
         )
     if _has_kernels(batch, x_TC):
-        from nibble.kernels.recurrence import selective as fast
+        from nibble.kernels.recurrence import mamba
 
-        return fast.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, batch)
+        return mamba.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, batch)
     return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, _on_host(x_TC, batch))
 
 
@@ -215,12 +216,25 @@ def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[Stat
     return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
 
 
-def _matrix_rule(batch: StateMetadata) -> ModuleType:
-    """Return the kernels for a step: the same for all of them where results are to be invariant."""
-    from nibble.kernels.recurrence import decode
+def _matrix_rule(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateMetadata,
+) -> ModuleType:
+    """Return the kernels of a step: where results are to be invariant, the same for all steps."""
+    from nibble.kernels.recurrence import decode, prompt
     from nibble.kernels.recurrence import triton as any_cut
 
-    return decode if any_cut.is_one_token(batch) and not batch.invariant else any_cut
+    if batch.invariant:
+        return any_cut
+    if any_cut.is_one_token(batch):
+        return decode
+    inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
+    return prompt if prompt.serves(*inputs) else any_cut
 
 
 def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:

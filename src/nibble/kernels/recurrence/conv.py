@@ -26,8 +26,8 @@ TOKENS = 32
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def conv_kernel(
-    x, weight, bias, kept, slots, starts, cu_seqlens, out, rows, requests, channels,
-    x_stride_T, x_stride_C, weight_stride_C, weight_stride_W, kept_stride_S,
+    x, weight, bias, inputs, slots, starts, cu_seqlens, out, rows, requests, channels,
+    x_stride_T, x_stride_C, weight_stride_C, weight_stride_W, inputs_stride_S,
     W: tl.constexpr, P: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolve a tile of tokens and channels. Grid: tiles of channels, tiles of a request's tokens, requests."""
@@ -45,17 +45,17 @@ def conv_kernel(
     # --- accumulate
     offset_R = tile * R + tl.arange(0, R)
     keep_RC = (offset_R < length)[:, None] & keep_C[None, :]
-    x_C, kept_C = x + c * x_stride_C, kept + slot * kept_stride_S + c
+    x_C, inputs_C = x + c * x_stride_C, inputs + slot * inputs_stride_S + c
     x_C += first.to(tl.int64) * x_stride_T
     sum_RC = tl.zeros([R, C], tl.float32)
     for tap in tl.static_range(W):
         from_R = offset_R - (W - 1) + tap
         at_RC = x_C[None, :] + (from_R.to(tl.int64) * x_stride_T)[:, None]
-        x_RC = tl.load(at_RC, mask=keep_RC & (from_R >= 0)[:, None], other=0.0).to(kept.dtype.element_ty)
+        x_RC = tl.load(at_RC, mask=keep_RC & (from_R >= 0)[:, None], other=0.0).to(inputs.dtype.element_ty)
         if tap < W - 1:
             position_R = start + from_R
             is_past_R = (from_R < 0) & (position_R >= 0)
-            past_RC = kept_C[None, :] + ((position_R + P) % P * channels)[:, None]
+            past_RC = inputs_C[None, :] + ((position_R + P) % P * channels)[:, None]
             x_RC += tl.load(past_RC, mask=keep_RC & is_past_R[:, None], other=0.0)
         weight_C = tl.load(weight + c * weight_stride_C + tap * weight_stride_W, mask=keep_C, other=0.0)
         weight_RC = tl.broadcast_to(weight_C.to(tl.float32)[None, :], [R, C])
@@ -72,8 +72,8 @@ def conv_kernel(
         tl.debug_barrier()
         for offset in range(tl.maximum(length - P, 0), length):
             x_at_C = x_C + tl.cast(offset, tl.int64) * x_stride_T
-            new_C = tl.load(x_at_C, mask=keep_C, other=0.0).to(kept.dtype.element_ty)
-            tl.store(kept_C + (start + offset) % P * channels, new_C, mask=keep_C)
+            new_C = tl.load(x_at_C, mask=keep_C, other=0.0).to(inputs.dtype.element_ty)
+            tl.store(inputs_C + (start + offset) % P * channels, new_C, mask=keep_C)
 
 
 def causal_conv(

@@ -17,9 +17,9 @@ from nibble.kernels.recurrence import naive
 from nibble.kernels.recurrence.types import LayerState
 from nibble.kernels.transfer import to_device
 
-ITEMS = 4096
+ITEMS = 2048
 """Items that a program copies."""
-UNITS = {16: torch.int32, 1: torch.uint8}
+UNITS = {16: torch.int64, 1: torch.uint8}
 """What items are, by what the bytes of a slot must be a multiple of."""
 
 Pair = tuple[int, int]
@@ -39,8 +39,8 @@ def copy_kernel(table, pairs, N, UNIT: tl.constexpr, I: tl.constexpr):  # noqa: 
         address, stride = tl.load(table + tensor), tl.load(table + 2 * N + tensor)
         source, target = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
         slots = tl.multiple_of(address, 16).to(tl.pointer_type(UNIT))
-        if tl.int32 == UNIT:
-            stride = tl.multiple_of(stride, 4)
+        if tl.int64 == UNIT:
+            stride = tl.multiple_of(stride, 2)
         item_I = tl.load(slots + source * stride + i, mask=i < items)
         tl.store(slots + target * stride + i, item_I, mask=i < items)
 
@@ -62,9 +62,9 @@ def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Se
         return
     bytes_of = [(tensor, tensor[0].numel() * tensor.itemsize) for tensor in tensors]
     for unit in UNITS:
-        chosen = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
-        if chosen:
-            _copy(chosen, unit, waves)
+        alike = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
+        if alike:
+            _copy(alike, unit, waves)
 
 
 def _waves(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
@@ -95,7 +95,7 @@ def _copy(tensors: Sequence[tuple[Tensor, int]], unit: int, waves: Sequence[Sequ
     flat = [slot for wave in waves for pair in wave for slot in pair]
     sent = to_device((*table, *flat), torch.int64, tensors[0][0].device)
     parts, first = cdiv(max(size // item for _, size in tensors), ITEMS), len(table)
-    kind = tl.int32 if unit == 16 else tl.uint8
+    kind = tl.int64 if unit == 16 else tl.uint8
     for wave in waves:
         copy_kernel[parts, len(wave), len(tensors)](
             sent, sent[first:], len(tensors), UNIT=kind, I=ITEMS, num_warps=8

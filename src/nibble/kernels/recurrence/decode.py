@@ -75,9 +75,9 @@ def _load_pieces(at, column_CW, K):
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
-    q, k, v, log_decay, beta, codes, scales, keys, updates, kept, slots, starts, cu_seqlens, out, rows, requests,
+    q, k, v, log_decay, beta, codes, scales, keys, updates, decays, slots, starts, cu_seqlens, out, rows, requests,
     q_stride_T, k_stride_T, v_stride_T, log_decay_stride_T, beta_stride_T,
-    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, kept_stride_S,
+    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LINES: tl.constexpr, LINE_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
@@ -121,26 +121,26 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0).to(tl.float32)
     # --- sums of log decays
     if COLUMNS:
-        kept, log_decay = (
-            kept + slot * kept_stride_S + head * K,
+        decays, log_decay = (
+            decays + slot * decays_stride_S + head * K,
             log_decay + row * log_decay_stride_T + head * K,
         )
-        before = kept + (place - 1) * (H * K)
+        before = decays + (place - 1) * (H * K)
         sum_DE, sum_CW = (
             _load_pieces(before, column_DE, tl.where(stored > 0, K, 0)) + _load_pieces(log_decay, column_DE, K),
             _load_pieces(before, column_CW, tl.where(stored > 0, K, 0)) + _load_pieces(log_decay, column_CW, K),
         )  # fmt: skip
-        kept_DJE = kept + ((block + j_J) * (H * K))[None, :, None] + column_DE[:, None, :]
-        fade_DJE = sum_DE[:, None, :] - tl.load(kept_DJE, mask=keep_DJE, other=0.0)
+        decays_DJE = decays + ((block + j_J) * (H * K))[None, :, None] + column_DE[:, None, :]
+        fade_DJE = sum_DE[:, None, :] - tl.load(decays_DJE, mask=keep_DJE, other=0.0)
         key_DJE *= tl.exp(tl.where(keep_DJE, fade_DJE, 0.0))
         fade_CW = tl.exp(sum_CW)
         q_CW, k_CW = q_CW * fade_CW, k_CW * fade_CW
         fade = 1.0
     else:
-        kept = kept + slot * kept_stride_S + head
+        decays = decays + slot * decays_stride_S + head
         new = tl.load(log_decay + row * log_decay_stride_T + head).to(tl.float32)
-        sum = tl.load(kept + (place - 1) * H, mask=stored > 0, other=0.0) + new
-        sum_J = tl.load(kept + (block + j_J) * H, mask=j_J < stored, other=0.0)
+        sum = tl.load(decays + (place - 1) * H, mask=stored > 0, other=0.0) + new
+        sum_J = tl.load(decays + (block + j_J) * H, mask=j_J < stored, other=0.0)
         fade_J = tl.exp(tl.where(j_J < stored, sum - sum_J, 0.0))
         fade = tl.exp(sum)
     # --- read the matrix
@@ -178,9 +178,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
         if head % (H // G) == 0:
             tl.store(keys + place * (G * K) + column_DE, own_DE, mask=column_DE < K)
         if COLUMNS:
-            tl.store(kept + place * (H * K) + column_DE, sum_DE, mask=column_DE < K)
+            tl.store(decays + place * (H * K) + column_DE, sum_DE, mask=column_DE < K)
         else:
-            tl.store(kept + place * H, sum)
+            tl.store(decays + place * H, sum)
     clear_rows(out_V, keep_V, tl.load(cu_seqlens + requests) + request, rows, requests, H * V)
     # --- bring the matrix forward
     if final > state_at:
@@ -195,9 +195,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
             key_CW = _load_pieces(keys + at * (G * K), column_CW, K)
             past_V = tl.load(updates + at * (H * V) + v_V, mask=keep_V, other=0.0).to(tl.float32)
             if COLUMNS:
-                key_CW *= tl.exp(sum_CW - _load_pieces(kept + at * (H * K), column_CW, K))
+                key_CW *= tl.exp(sum_CW - _load_pieces(decays + at * (H * K), column_CW, K))
             else:
-                key_CW *= tl.exp(sum - tl.load(kept + at * H))
+                key_CW *= tl.exp(sum - tl.load(decays + at * H))
             matrix_CVW += past_V[None, :, None] * key_CW[:, None, :]
         own_CW = _load_pieces(k, column_CW, K).to(keys.dtype.element_ty).to(tl.float32)
         matrix_CVW += new_V[None, :, None] * own_CW[:, None, :]

@@ -1,4 +1,4 @@
-"""Prompts on a GPU in CUDA C++: what a block of 16 tokens needs is prepared for all blocks at once, then heads are scanned.
+"""Prompts on a GPU in CUDA C++: what blocks of 16 tokens need is prepared for all at once, then heads are scanned.
 
 A state is rounded every 16 tokens, so a head's blocks wait for each other. All that does not depend on the state is
 done before, by scan_prepare.cu, or scan_columns.cu with a decay for each column: how tokens of a block weigh each
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from nibble.kernels import cdiv, gpu_of, import_problem
 from nibble.kernels.recurrence.types import LayerState, StateMetadata
-from nibble.kernels.state_formats import BLOCK
+from nibble.kernels.state_formats import BLOCK, state_format
 
 FIRST_ARCH, FIRST_E4M3 = 80, 89
 """Compute capabilities from which all is there, and E4M3."""
-FORMATS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 3}
-"""Formats of states, by what scan.cu calls them."""
+CODES = {"float32": 0, "bfloat16": 1, "float8_e4m3fn": 2, "int8": 3}
+"""Dtypes of matrices' codes, and how scan.cu calls them."""
 RATES = {torch.float32: 1, torch.bfloat16: 2}
 COLUMNS = range(16, 129, 16)
 ROWS = 16
@@ -58,7 +58,7 @@ class Shape:
     @property
     def splits(self) -> bool:
         """Whether factors of products have two parts."""
-        return self.format == "fp32"
+        return not CODES[state_format(self.format).dtype]
 
     @property
     def record_bytes(self) -> int:
@@ -82,10 +82,9 @@ class Shape:
 
     def scan_macros(self, warps: int) -> dict[str, int]:
         """Return the macros of scan.cu."""
-        return {
-            **self.macros, "FORMAT": FORMATS[self.format], "COLUMN": int(self.by_column), "WARPS": warps,
-            "STAGES": STAGES[self.by_column],
-        }  # fmt: skip
+        code, by_column = CODES[state_format(self.format).dtype], self.by_column
+        own = {"FORMAT": code, "COLUMN": int(by_column), "WARPS": warps, "STAGES": STAGES[by_column]}
+        return {**self.macros, **own}
 
 
 def serves(
@@ -99,21 +98,24 @@ def serves(
 ) -> bool:
     """Return whether the kernels serve a step; arguments as in recurrence()."""
     dtypes = {x.dtype for x in (q_TGK, k_TGK, v_THV, state.keys_SPGK)}
-    updates = torch.float32 if state.format == "fp32" else torch.bfloat16
+    codes = state.planes[0].dtype
+    updates = torch.float32 if codes == torch.float32 else torch.bfloat16
     return (
         v_THV.is_cuda
         and metadata.max_length >= MIN_TOKENS
         and metadata.settled_B is None
+        and metadata.states_at_B is None
+        and not metadata.invariant
         and dtypes == {torch.bfloat16}
         and log_decay.dtype == torch.float32
         and (beta_TH is None or beta_TH.dtype in RATES)
-        and state.format in FORMATS
+        and str(codes).removeprefix("torch.") in CODES
         and state.updates_SPHV.dtype == updates
         and k_TGK.shape[2] in COLUMNS
         and v_THV.shape[2] % ROWS == 0
         and all(_has_whole_slots(x) for x in _stored(state))
         and _has_compiler()
-        and gpu_of(v_THV.device).arch >= (FIRST_E4M3 if state.format == "fp8" else FIRST_ARCH)
+        and gpu_of(v_THV.device).arch >= (FIRST_E4M3 if codes == torch.float8_e4m3fn else FIRST_ARCH)
     )
 
 
@@ -192,8 +194,8 @@ def recurrence(
     rate = 0 if beta_TH is None else RATES[beta_TH.dtype]
     shape = Shape(k_TGK.shape[2], state.format, delta, log_decay.dim() == 3, rate)
     records = num_records(tokens, requests)
-    sizes = (3 * heads, records) if shape.by_column else (k_TGK.shape[1], requests)
-    rows = k_TGK.new_empty(sizes[0] * sizes[1] * BLOCK * shape.columns)
+    blocks = 3 * heads * records if shape.by_column else k_TGK.shape[1] * requests
+    rows = k_TGK.new_empty(blocks * BLOCK * shape.columns)
     step = _Step(
         shape, q_TGK, k_TGK, v_THV, log_decay.contiguous(), beta_TH if beta_TH is None else beta_TH.contiguous(),
         state, metadata, o_THV, k_TGK.new_empty(records * heads * shape.record_bytes, dtype=torch.uint8), rows,

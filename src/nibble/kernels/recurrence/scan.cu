@@ -5,7 +5,8 @@
 //   FORMAT  of matrices: 0 float32, 1 bfloat16, 2 E4M3 and 3 int8 with a scale for each row
 //   DELTA   whether updates are by the delta rule
 //   COLUMN  whether each column has a decay
-//   SPLIT   1 where matrices and updates are float32: products read them in two parts of BF16, high and low
+//   SPLIT   1 where matrices and updates are float32: what is computed of them for the next matrix reads them in two
+//           parts of BF16, high and low; what is computed for outputs, the high part of the matrix
 //   WARPS   that compute, of a block; each has 16 rows of a matrix
 //   STAGES  blocks of tokens in shared memory
 // Kernel: scan(...), a block for each request, head and 16 * WARPS rows, and for what lies behind the requests;
@@ -15,7 +16,7 @@
 // computes; the last warp of a block copies what they read. For a block of tokens, with X = S k^T and O = S q^T:
 //   U = (v^T - X fade) solve^T      (scan_records.cuh), or v^T rate
 //   o = O fade + U weights^T
-//   S <- round(S end + U rest k)
+//   S <- round(S end + U left k)
 // Rows of S stand on the M side of all products. So the accumulators of one are the operand of the next as they are:
 // those of S for X and O, those of v^T - X for U, those of U for o and S. Codes of E4M3 and int8 are exact in BF16, and
 // their scales multiply sums, so that with a decay for each head X and O are exact but for their own summation.
@@ -153,9 +154,9 @@ struct Matrix {
   DEVICE void fade(const float* end) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      const float2 left = COLUMN ? *(const float2*)(end + 8 * t) : make_float2(*end, *end);
+      const float2 ends = COLUMN ? *(const float2*)(end + 8 * t) : make_float2(*end, *end);
 #pragma unroll
-      for (int r = 0; r < 4; r++) x[t][r] *= scale_of(r) * (r % 2 ? left.y : left.x);
+      for (int r = 0; r < 4; r++) x[t][r] *= scale_of(r) * (r % 2 ? ends.y : ends.x);
     }
   }
 
@@ -220,55 +221,78 @@ struct Inputs {
   u64 q_token, q_head, k_token, k_head, v_token, v_head;  // strides
 };
 
-// Copy 16 rows of keys, chunks of 16 bytes in turn. from: row -> where it is, null where there is none.
-template <class From>
-DEVICE void copy_keys(u32 to, const u16* any, int lane, From from) {
+// Copy 16 rows of CHUNKS times 16 bytes each. from: row -> where it is, null where there is none.
+template <int CHUNKS, int PITCH, class From>
+DEVICE void copy_some_rows(u32 to, const u16* any, int lane, From from) {
 #pragma unroll
-  for (int i = lane; i < BLOCK * TILES; i += 32) {
-    const int row = i / TILES, chunk = i % TILES;
+  for (int i = lane; i < BLOCK * CHUNKS; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
     const u16* p = from(row);
-    copy_16_or_zeros(to + row * KEY_PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+    copy_16_or_zeros(to + row * PITCH + 16 * chunk, p ? p + 8 * chunk : any, p != nullptr);
+  }
+}
+
+// The same where all are there, one behind the other.
+template <int CHUNKS, int PITCH>
+DEVICE void copy_rows(u32 to, const u16* from, u64 stride, int lane) {
+  if (32 % CHUNKS) {
+    copy_some_rows<CHUNKS, PITCH>(to, from, lane, [&](int row) { return from + row * stride; });
+    return;
+  }
+  constexpr int ROWS_AT_ONCE = 32 / CHUNKS;
+  to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+  from += lane / CHUNKS * stride + lane % CHUNKS * 8;
+#pragma unroll
+  for (int row = 0; row < BLOCK; row += ROWS_AT_ONCE) {
+    copy_16(to + row * PITCH, from);
+    from += ROWS_AT_ONCE * stride;
   }
 }
 
 DEVICE void copy_block(u32 stage, const Inputs& inputs, const Slots& slots, const Work& work, const Span& span,
                        u64 record, int begin, int lane) {
-  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
-  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
   const u64 at = record * work.heads + work.head;
+#pragma unroll
+  for (int i = lane; i < RECORD / 16; i += 32) {
+    copy_16(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i);
+  }
   if (COLUMN) {
-    const u16* tile = inputs.rows + at * 3 * BLOCK * K;
 #pragma unroll
     for (int x = DELTA ? 0 : 1; x < 3; x++) {
-      copy_keys(stage + x * KEY_TILE, tile, lane, [&](int i) { return tile + (x * BLOCK + i) * K; });
+      copy_rows<TILES, KEY_PITCH>(stage + x * KEY_TILE, inputs.rows + (at * 3 + x) * BLOCK * K, K, lane);
     }
-  } else {
+  }
+  const u16 *q = inputs.q + work.key_head * inputs.q_head, *k = inputs.k + work.key_head * inputs.k_head;
+  const u16* v = inputs.v + work.head * inputs.v_head + work.first_value;
+  // --- blocks of this step's tokens alone
+  if (begin >= span.start && begin + BLOCK <= span.stop) {
+    const u64 row = span.row + begin - span.start;
+    if (!COLUMN) {
+      copy_rows<TILES, KEY_PITCH>(stage, k + row * inputs.k_token, inputs.k_token, lane);
+      copy_rows<TILES, KEY_PITCH>(stage + KEY_TILE, q + row * inputs.q_token, inputs.q_token, lane);
+    }
+    copy_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, v + row * inputs.v_token, inputs.v_token, lane);
+    return;
+  }
+  // --- others
+  const auto is_new = [&](int i) { return begin + i >= span.start && begin + i < span.stop; };
+  const auto row_of = [&](int i) { return u64(span.row + begin + i - span.start); };
+  if (!COLUMN) {
     const u16* stored = inputs.rows + ((u64)work.request * work.key_heads + work.key_head) * BLOCK * K;
-    const u16 *k = inputs.k + work.key_head * inputs.k_head, *q = inputs.q + work.key_head * inputs.q_head;
-    copy_keys(stage, inputs.k, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage, inputs.k, lane, [&](int i) -> const u16* {
       return begin + i < span.start ? stored + i * K : is_new(i) ? k + row_of(i) * inputs.k_token : nullptr;
     });
-    copy_keys(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
+    copy_some_rows<TILES, KEY_PITCH>(stage + KEY_TILE, inputs.q, lane, [&](int i) -> const u16* {
       return is_new(i) ? q + row_of(i) * inputs.q_token : nullptr;
     });
   }
-  // --- values, and stored updates in their place: their `fade` is 0
-#pragma unroll
-  for (int i = lane; i < BLOCK * 2 * WARPS; i += 32) {
-    const int row = i / (2 * WARPS), chunk = i % (2 * WARPS);
-    const u16* p = is_new(row)
-                       ? inputs.v + row_of(row) * inputs.v_token + work.head * inputs.v_head + work.first_value
-                   : !SPLIT && begin + row < span.start
-                       ? (const u16*)slots.updates + span.slot * slots.updates_stride +
-                             work.value_at((begin + row) % slots.places)
-                       : nullptr;
-    copy_16_or_zeros(stage + VALUES + row * VALUE_PITCH + 16 * chunk, p ? p + 8 * chunk : inputs.v,
-                     p != nullptr);
-  }
-#pragma unroll
-  for (int i = lane; i < RECORD / 16; i += 32) {
-    copy_16_or_zeros(stage + DATA + 16 * i, inputs.records + at * RECORD + 16 * i, true);
-  }
+  // Stored updates stand in the place of values: their `fade` is 0.
+  copy_some_rows<2 * WARPS, VALUE_PITCH>(stage + VALUES, inputs.v, lane, [&](int i) -> const u16* {
+    if (is_new(i)) return v + row_of(i) * inputs.v_token;
+    if (SPLIT || begin + i >= span.start) return nullptr;
+    return (const u16*)slots.updates + span.slot * slots.updates_stride +
+           work.value_at((begin + i) % slots.places);
+  });
 }
 
 // Store keys and sums of decays of the last block's new tokens, if it is not full.
@@ -305,8 +329,9 @@ DEVICE void store_ends(const Inputs& inputs, const float* decay, const Slots& sl
 // Rows g and g + 8 of S, of the 16 that a warp has: where a lane's are.
 struct Lane {
   int lane, g, c;
-  u32 rows, columns, values;       // addresses of matrices of 8 x 8 in a stage
-  u32 fragment, factors, is_first;  // addresses in a record, of operands and of what tokens have
+  u32 rows, columns, values;  // addresses of matrices of 8 x 8 in a stage
+  u32 fragment, factors;      // addresses in a record, of operands and of what tokens have
+  u32 is_first;
 
   DEVICE Lane(int warp) {
     lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
@@ -398,22 +423,22 @@ DEVICE void finish_outputs(float (*o)[4], const Operand* update, const u8* recor
   }
 }
 
-// Where the update of a register is in its slot; -1 where its token is none of this step's.
-DEVICE long long update_place(const Slots& slots, const Work& work, const Span& span, const Lane& at, int row,
-                              int begin, int n, int r) {
-  const int position = begin + 8 * n + 2 * at.c + r % 2;
-  if (position < span.start || position >= span.stop) return -1;
+// Where the update of a register is in its slot, for the token at a position.
+DEVICE u64 update_place(const Slots& slots, const Work& work, const Span& span, const Lane& at, int row,
+                        int position, int r) {
   return span.slot * slots.updates_stride + work.value_at(position % slots.places) + row + at.g + r / 2 * 8;
 }
 
+// Store updates of a block's tokens that are of this step.
 DEVICE void store_updates(const Slots& slots, const Work& work, const Span& span, const Lane& at, int row,
                           int begin, const float (*u)[4]) {
 #pragma unroll
   for (int n = 0; n < 2; n++) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      const long long place = update_place(slots, work, span, at, row, begin, n, r);
-      if (place < 0) continue;
+      const int position = begin + 8 * n + 2 * at.c + r % 2;
+      if (position < span.start || position >= span.stop) continue;
+      const u64 place = update_place(slots, work, span, at, row, position, r);
       if (SPLIT) {
         ((float*)slots.updates)[place] = u[n][r];
       } else {
@@ -462,14 +487,14 @@ DEVICE void set_parts(Operand* parts, const float (*x)[4]) {
 // What enters the next matrix: updates as they are kept, times what is left of them at the block's end.
 DEVICE void fade_updates(Operand* entering, const float (*u)[4], const Operand* update, const u8* record,
                          const Lane& at) {
-  float x[2][4], rest[2][2];
-  load_factors(rest, record + REST + at.factors);
+  float x[2][4], left[2][2];
+  load_factors(left, record + LEFT + at.factors);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const u32 pair = update[0].a[2 * n + r / 2];
-      x[n][r] = (SPLIT ? u[n][r] : r % 2 ? high_bf16(pair) : low_bf16(pair)) * rest[n][r % 2];
+      x[n][r] = (SPLIT ? u[n][r] : r % 2 ? high_bf16(pair) : low_bf16(pair)) * left[n][r % 2];
     }
   }
   set_parts(entering, x);
@@ -483,11 +508,8 @@ DEVICE void load_stored(float (*to)[4], const Slots& slots, const Work& work, co
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const int position = span.begin + 8 * n + 2 * at.c + r % 2;
-      to[n][r] = position >= span.start
-                     ? 0.f
-                     : ((const float*)slots.updates)[span.slot * slots.updates_stride +
-                                                     work.value_at(position % slots.places) + row + at.g +
-                                                     r / 2 * 8];
+      const u64 place = update_place(slots, work, span, at, row, position, r);
+      to[n][r] = position < span.start ? ((const float*)slots.updates)[place] : 0.f;
     }
   }
 }
@@ -504,7 +526,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
   __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
   const int warp = threadIdx.x / 32, parts = values / ROWS;
   const int head = blockIdx.x / parts % heads, request = blockIdx.x / parts / heads;
-  const Work work{request, head, head / (heads / key_heads), heads, key_heads, values, (int)blockIdx.x % parts * ROWS};
+  const int first_value = (int)blockIdx.x % parts * ROWS;
+  const Work work{request, head, head / (heads / key_heads), heads, key_heads, values, first_value};
   const Requests requests{slot_ids, starts, cu_seqlens, num_requests};
   const u64 row_stride = (u64)heads * values;
 
@@ -522,7 +545,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
                       v_stride_token, v_stride_head};
   const Slots slots{codes, scales, keys, updates, decays, codes_stride_slot, scales_stride_slot,
                     keys_stride_slot, updates_stride_slot, decays_stride_slot, places};
-  u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers), stages = shared_address(smem);
+  u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+  u32 stages = shared_address(smem);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       init_barrier(full + 8 * s, 32);
@@ -563,7 +587,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 2 ? 1 : 2) scan(
   u32 key_rows[STEPS][4];
   wait_for_phase(full, 0);
   if (DELTA) load_rows(key_rows, stages + at.rows);
-  u16* to = out + work.value_at(0) + row + 2 * c + ((long long)span.row + span.begin - span.start + g) * (long long)row_stride;
+  // Where the first row is not of this step, this may lie before the outputs.
+  const long long first_row = (long long)span.row + span.begin - span.start + g;
+  u16* to = out + work.value_at(0) + row + 2 * c + first_row * (long long)row_stride;
 
   // --- blocks that are full
   const int full_blocks = (span.stop - span.begin) / BLOCK;

@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan_columns(
     if (is_new(position)) rate = rate_of(beta, row_of(position) * heads + head);
     rates[i] = rate;
     ((float*)(record + FADE))[i] = position < span.start ? 0.f : 1.f;
-    ((float*)(record + REST))[i] = 1;
+    ((float*)(record + LEFT))[i] = 1;
     ((float*)(record + RATE))[i] = rate;
   }
   for (int i = threadIdx.x; i < BLOCK * BLOCK; i += THREADS) weights[i / BLOCK * WEIGHT_PITCH + i % BLOCK] = 0;

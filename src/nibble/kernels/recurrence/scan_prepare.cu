@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) scan_prepare(
     u8* const record = records + ((u64)block * heads + head) * RECORD;
     if (e == 0 || HEADS > 1) {
       ((float*)(record + FADE))[i] = position < span.start ? 0.f : exp_of(sum);
-      ((float*)(record + REST))[i] = exp_of(last - sum);
+      ((float*)(record + LEFT))[i] = exp_of(last - sum);
       ((float*)(record + RATE))[i] = rate;
       if (i == 0) *(float*)(record + END) = exp_of(last);
     }

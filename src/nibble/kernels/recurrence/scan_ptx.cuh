@@ -18,14 +18,12 @@ DEVICE u32 upper_halves(float lo, float hi) {
   return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
 }
 
-#if __CUDA_ARCH__ >= 890
 // Two values in E4M3, the largest ones saturated, in the lower bytes. From SM89 on.
 DEVICE u32 e4m3x2_from_f32(float lo, float hi) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-#endif
 
 DEVICE float2 f32x2_from_f16x2(u32 x) {
   float2 r;
@@ -49,6 +47,10 @@ DEVICE void load_transposed(u32* r, u32 address) {
 }
 
 // ---- copies to shared memory, and barriers that wait for them -----------------------------------------
+DEVICE void copy_16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
+}
+
 DEVICE void copy_16_or_zeros(u32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;"
                :: "r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");

@@ -9,7 +9,7 @@
 //   weights  q_i . k_j e^(G_i - G_j) for j <= i
 // both as operand B of their transpose: lane (g, c) has of rows g and g + 8 columns 2 c, 2 c + 1 and 2 c + 8, 2 c + 9.
 //   fade     e^G_i, and 0 for stored rows: by what is multiplied that rows read of the matrix. By column: 1 or 0
-//   rest     e^(G_15 - G_i): by what an update is multiplied in the next matrix. By column: 1
+//   left     e^(G_15 - G_i): by what an update is multiplied in the next matrix. By column: 1
 //   rate     beta_i, and 1 for stored rows
 //   end      e^G_15; by column, K of them
 
@@ -19,7 +19,7 @@
 constexpr int BLOCK = 16;
 constexpr int FRAGMENT = 512;  // bytes of 16 x 16 operands
 constexpr int SOLVE = 0, SOLVE_LOW = FRAGMENT, WEIGHTS = DELTA * (1 + SPLIT) * FRAGMENT;
-constexpr int FADE = WEIGHTS + FRAGMENT, REST = FADE + 4 * BLOCK, RATE = REST + 4 * BLOCK, END = RATE + 4 * BLOCK;
+constexpr int FADE = WEIGHTS + FRAGMENT, LEFT = FADE + 4 * BLOCK, RATE = LEFT + 4 * BLOCK, END = RATE + 4 * BLOCK;
 #if COLUMN
 constexpr int RECORD = END + 4 * K;
 #else

@@ -64,10 +64,10 @@ def clear_rows(row_X, keep_X, first, last, step, stride):
 
 
 @triton.jit
-def decode_rows(codes_RX, scale_R):
-    """Return the values of codes; scale_R: of each row, None where there are none."""
+def decode_rows(codes_RX, scale_R, MAX_CODE: tl.constexpr):
+    """Return the values of codes; scale_R: of each row, where the format has scales."""
     x_RX = codes_RX.to(tl.float32)
-    if scale_R is not None:
+    if MAX_CODE > 0:
         x_RX *= scale_R[:, None]
     return x_RX
 
@@ -88,14 +88,27 @@ def to_codes(x, scale, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def encode_rows(x_RX, MAX_CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes of rows, and a scale of each: ones, which nobody needs, where the format has none."""
+    if MAX_CODE > 0:
+        scale_R = row_scale(tl.max(tl.abs(x_RX), 1), MAX_CODE)
+        codes_RX = to_codes(x_RX, scale_R[:, None], DTYPE)
+    else:
+        scale_R = tl.full([x_RX.shape[0]], 1.0, tl.float32)
+        codes_RX = to_codes(x_RX, None, DTYPE)
+    return codes_RX, scale_R
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def halves(x):
-    """Return float32 values as a sum of two in bfloat16."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    """Return float32 values as a sum of two in bfloat16, the first rounded towards zero."""
+    # Not by way of bfloat16 and back, which Triton 3.6 cannot move past other conversions.
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -127,7 +140,7 @@ def add_product(sum, a, b, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def store_kernel(
-    rows, kept, slots, starts, cu_seqlens, settled, columns, row_stride, kept_stride_S,
+    rows, stored, slots, starts, cu_seqlens, settled, columns, row_stride, stored_stride_S,
     P: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store what later steps read of the newest tokens, each at its place. Grid: tiles of X, tokens, requests.
@@ -142,24 +155,24 @@ def store_kernel(
         x = tl.program_id(0) * X + tl.arange(0, X)
         row = (first + position - start).to(tl.int64)
         value_X = tl.load(rows + row * row_stride + x, mask=x < columns, other=0.0)
-        kept_X = kept + slot * kept_stride_S + position % P * columns + x
-        tl.store(kept_X, value_X.to(kept.dtype.element_ty), mask=x < columns)
+        stored_X = stored + slot * stored_stride_S + position % P * columns + x
+        tl.store(stored_X, value_X.to(stored.dtype.element_ty), mask=x < columns)
 
 
-def store_rows(rows_TX: Tensor, kept_SPX: Tensor, batch: StateMetadata) -> None:
+def store_rows(rows_TX: Tensor, stored_SPX: Tensor, batch: StateMetadata) -> None:
     """Store rows of the step that later steps read, when nobody reads older ones any more.
 
     Args:
         rows_TX: In contiguous rows.
-        kept_SPX: Where they are kept, by position.
+        stored_SPX: Where they are kept, by position.
         batch: The requests.
     """
-    places, columns = kept_SPX.shape[1], kept_SPX[0, 0].numel()
+    places, columns = stored_SPX.shape[1], stored_SPX[0, 0].numel()
     width = min(ROW_VALUES, next_power_of_2(columns))
-    pdl = launch_options(gpu_of(kept_SPX.device))
+    pdl = launch_options(gpu_of(stored_SPX.device))
     store_kernel[cdiv(columns, width), min(places, batch.max_length), len(batch.slots_B)](
-        rows_TX, kept_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
-        rows_TX.stride(0), kept_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
+        rows_TX, stored_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
+        rows_TX.stride(0), stored_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
     )  # fmt: skip
 
 

@@ -29,10 +29,9 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    row_scale,
+    encode_rows,
     states_of,
     store_rows,
-    to_codes,
     tokens_of,
 )
 from nibble.kernels.recurrence.types import LayerState, StateMetadata
@@ -51,21 +50,23 @@ def _load_rows(rows_J, keep_J, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(kept_J, new_rows_J, stored_J, new_J, K: tl.constexpr, KW: tl.constexpr):
+def _load_keys(stored_rows_J, new_rows_J, stored_J, new_J, K: tl.constexpr, KW: tl.constexpr):
     """Load the keys of a block [J, K], stored ones and new ones, in the dtype of stored ones."""
-    new_JK = _load_rows(new_rows_J, new_J, K, KW).to(kept_J.dtype.element_ty)
-    return tl.where(new_J[:, None], new_JK, _load_rows(kept_J, stored_J, K, KW))
+    new_JK = _load_rows(new_rows_J, new_J, K, KW).to(stored_rows_J.dtype.element_ty)
+    return tl.where(new_J[:, None], new_JK, _load_rows(stored_rows_J, stored_J, K, KW))
 
 
 @triton.jit
-def _load_sums(kept_J, new_rows_J, stored_J, new_J, K: tl.constexpr, KW: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_sums(
+    stored_rows_J, new_rows_J, stored_J, new_J, K: tl.constexpr, KW: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Load the sums of log decays of a block: [J], or [J, K] where each column has its own."""
     if COLUMNS:
         new_JK = _load_rows(new_rows_J, new_J, K, KW)
-        sums = tl.where(new_J[:, None], new_JK, _load_rows(kept_J, stored_J, K, KW))
+        sums = tl.where(new_J[:, None], new_JK, _load_rows(stored_rows_J, stored_J, K, KW))
     else:
         new_sum_J = tl.load(new_rows_J, mask=new_J, other=0.0)
-        sums = tl.where(new_J, new_sum_J, tl.load(kept_J, mask=stored_J, other=0.0))
+        sums = tl.where(new_J, new_sum_J, tl.load(stored_rows_J, mask=stored_J, other=0.0))
     return sums
 
 
@@ -79,14 +80,14 @@ def _pick_row(x_JX, is_J):
 
 
 @triton.jit
-def _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride_T, sums_stride_T, kept_stride_P,
+def _add_up(log_decay, sums, decays, first, length, start, begin, log_decay_stride_T, sums_stride_T, decays_stride_P,
             P: tl.constexpr, WIDTH: tl.constexpr, X: tl.constexpr):  # fmt: skip
     """Store the sums of a block's log decays up to each of its new tokens, added one by one."""
     at, stop = tl.maximum(begin, start), tl.minimum(begin + BLOCK, start + length)
     x = tl.arange(0, X)
     # Of a block that begins with a new token, nothing comes before.
     stored_width = tl.where(at > begin, WIDTH, 0)
-    sum_X = tl.load(kept + (at + P - 1) % P * kept_stride_P + x, mask=x < stored_width, other=0.0)
+    sum_X = tl.load(decays + (at + P - 1) % P * decays_stride_P + x, mask=x < stored_width, other=0.0)
     for position in range(at, stop):
         row = (first + position - start).to(tl.int64)
         new_X = tl.load(log_decay + row * log_decay_stride_T + x, mask=x < WIDTH, other=0.0)
@@ -96,8 +97,8 @@ def _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride
 
 @triton.jit(do_not_specialize_on_alignment=["q_stride_T", "k_stride_T", "log_decay_stride_T"])
 def weights_kernel(
-    q, k, log_decay, keys, kept, sums, weights, slots, starts, cu_seqlens,
-    q_stride_T, k_stride_T, log_decay_stride_T, keys_stride_S, kept_stride_S,
+    q, k, log_decay, keys, decays, sums, weights, slots, starts, cu_seqlens,
+    q_stride_T, k_stride_T, log_decay_stride_T, keys_stride_S, decays_stride_S,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, P: tl.constexpr, KW: tl.constexpr,
     COLUMNS: tl.constexpr, DELTA: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +114,8 @@ def weights_kernel(
     # --- sums of log decays
     WIDTH: tl.constexpr = K if COLUMNS else 1
     log_decay, sums = log_decay + head * WIDTH, sums + head * WIDTH
-    kept = kept + slot * kept_stride_S + head * WIDTH
-    _add_up(log_decay, sums, kept, first, length, start, begin, log_decay_stride_T, H * WIDTH, H * WIDTH,
+    decays = decays + slot * decays_stride_S + head * WIDTH
+    _add_up(log_decay, sums, decays, first, length, start, begin, log_decay_stride_T, H * WIDTH, H * WIDTH,
             P, WIDTH, KW if COLUMNS else 1)  # fmt: skip
     tl.debug_barrier()
     # --- load
@@ -126,7 +127,7 @@ def weights_kernel(
     keys_JK = _load_keys(keys_J, k + row_J * k_stride_T + key_head * K, stored_J, new_J, K, KW)
     q_IK = _load_rows(q + row_J * q_stride_T + key_head * K, new_J, K, KW)
     sums_new_J = sums + row_J * (H * WIDTH)
-    sums_J = _load_sums(kept + place_J * (H * WIDTH), sums_new_J, stored_J, new_J, K, KW, COLUMNS)
+    sums_J = _load_sums(decays + place_J * (H * WIDTH), sums_new_J, stored_J, new_J, K, KW, COLUMNS)
     # --- weigh
     place = (first + request * (2 * BLOCK) + begin - first_block).to(tl.int64)
     weights = weights + (place * H + head) * (2 * BLOCK)
@@ -156,16 +157,18 @@ def weights_kernel(
 
 
 @triton.jit
-def _store_token(keys_J, keys_JK, kept_J, sums, new_J, k_K, is_first_head, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_token(
+    keys_J, keys_JK, stored_rows_J, sums, new_J, k_K, is_first_head, K: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Store the one new key of a block and its sums: of the programs that have them, one does."""
     if tl.program_id(0) == 0:
         keep_JK = new_J[:, None] & (k_K < K)[None, :]
         if is_first_head:
             tl.store(keys_J[:, None] + k_K[None, :], keys_JK, mask=keep_JK)
         if COLUMNS:
-            tl.store(kept_J[:, None] + k_K[None, :], sums, mask=keep_JK)
+            tl.store(stored_rows_J[:, None] + k_K[None, :], sums, mask=keep_JK)
         else:
-            tl.store(kept_J, sums, mask=new_J)
+            tl.store(stored_rows_J, sums, mask=new_J)
 
 
 @triton.jit
@@ -183,7 +186,9 @@ def _read_matrix(matrix_VK, x_JK, sums, new_J, COLUMNS: tl.constexpr, FULL: tl.c
 
 
 @triton.jit
-def _add_updates(update_VJ, rest_VJ, out_VJ, weights, beta_J, new_J, stride, DTYPE: tl.constexpr, DELTA: tl.constexpr):
+def _add_updates(
+    update_VJ, rest_VJ, out_VJ, weights, beta_J, new_J, stride, DTYPE: tl.constexpr, DELTA: tl.constexpr
+):
     """Make updates in their order, each read by all tokens from its own on -> updates, outputs.
 
     Args:
@@ -232,10 +237,10 @@ def _advance(matrix_VK, update_VJ, keys_JK, sums, COLUMNS: tl.constexpr, FULL: t
 
 
 @triton.jit(do_not_specialize=["rows", "requests"])
-def recurrence_kernel(
-    q, k, v, beta, sums, weights, codes, scales, keys, updates, kept, slots, starts, cu_seqlens, states_at, settled,
+def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
+    q, k, v, beta, sums, weights, codes, scales, keys, updates, decays, slots, starts, cu_seqlens, states_at, settled,
     out, rows, requests, q_stride_T, k_stride_T, v_stride_T, beta_stride_T,
-    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, kept_stride_S,
+    codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     VW: tl.constexpr, KW: tl.constexpr, MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr,
     FULL: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -262,10 +267,10 @@ def recurrence_kernel(
         scales_V = scales + slot * scales_stride_S + head * V + v_V
         scale_V = tl.load(scales_V, mask=v_V < stored_rows, other=0.0)
     codes_loaded_VK = tl.load(codes_VK, mask=keep_VK & (v_V < stored_rows)[:, None], other=0.0)
-    matrix_VK = decode_rows(codes_loaded_VK, scale_V)
+    matrix_VK = decode_rows(codes_loaded_VK, scale_V, MAX_CODE)
     keys, updates = keys + slot * keys_stride_S + key_head * K, updates + slot * updates_stride_S
     WIDTH: tl.constexpr = K if COLUMNS else 1
-    kept, sums = kept + slot * kept_stride_S + head * WIDTH, sums + head * WIDTH
+    decays, sums = decays + slot * decays_stride_S + head * WIDTH, sums + head * WIDTH
     first_place = first + request * (2 * BLOCK) - start // BLOCK * BLOCK
     weights = weights + (first_place.to(tl.int64) * H + head) * (2 * BLOCK)
     for begin in range(state_at, end, BLOCK):
@@ -276,8 +281,8 @@ def recurrence_kernel(
         keys_J = keys + place_J * (G * K)
         keys_JK = _load_keys(keys_J, k + row_J * k_stride_T + key_head * K, stored_J, new_J, K, KW)
         q_JK = _load_rows(q + row_J * q_stride_T + key_head * K, new_J, K, KW)
-        kept_J, new_sums_J = kept + place_J * (H * WIDTH), sums + row_J * (H * WIDTH)
-        fade = _load_sums(kept_J, new_sums_J, stored_J, new_J, K, KW, COLUMNS)
+        stored_rows_J, new_sums_J = decays + place_J * (H * WIDTH), sums + row_J * (H * WIDTH)
+        fade = _load_sums(stored_rows_J, new_sums_J, stored_J, new_J, K, KW, COLUMNS)
         new_VJ = keep_V[:, None] & new_J[None, :]
         v_VJ = v + (row_J * v_stride_T)[None, :] + (head * V + v_V)[:, None]
         rest_VJ = tl.load(v_VJ, mask=new_VJ, other=0.0).to(tl.float32)
@@ -295,7 +300,15 @@ def recurrence_kernel(
             rest_VJ = tl.where(start < 0, out_VJ, rest_VJ)
         weights_at = weights + tl.cast(begin, tl.int64) * (H * 2 * BLOCK)
         update_VJ, out_VJ = _add_updates(
-            update_VJ, rest_VJ, out_VJ, weights_at, beta_J, new_J, H * 2 * BLOCK, updates.dtype.element_ty, DELTA
+            update_VJ,
+            rest_VJ,
+            out_VJ,
+            weights_at,
+            beta_J,
+            new_J,
+            H * 2 * BLOCK,
+            updates.dtype.element_ty,
+            DELTA,
         )
         # --- store
         rounded_VJ = update_VJ.to(updates.dtype.element_ty)
@@ -307,20 +320,16 @@ def recurrence_kernel(
             tl.store(updates_VJ, rounded_VJ, mask=new_VJ)
             if ONE:
                 is_first_head = head % (H // G) == 0
-                _store_token(keys_J, keys_JK, kept_J, fade, new_J, k_K, is_first_head, K, COLUMNS)
+                _store_token(keys_J, keys_JK, stored_rows_J, fade, new_J, k_K, is_first_head, K, COLUMNS)
         # --- bring the matrix forward, and round it
         if (stop < end) | (stop <= final):
             matrix_VK = _advance(matrix_VK, rounded_VJ, keys_JK, fade, COLUMNS, FULL)
-            scale_V, scale_V1 = None, None
-            if MAX_CODE > 0:
-                scale_V = row_scale(tl.max(tl.abs(matrix_VK), 1), MAX_CODE)
-                scale_V1 = scale_V[:, None]
-            rounded_VK = to_codes(matrix_VK, scale_V1, codes.dtype.element_ty)
+            rounded_VK, new_scale_V = encode_rows(matrix_VK, MAX_CODE, codes.dtype.element_ty)
             if stop == final:
                 tl.store(codes_VK, rounded_VK, mask=keep_VK)
                 if MAX_CODE > 0:
-                    tl.store(scales_V, scale_V, mask=keep_V)
-            matrix_VK = decode_rows(rounded_VK, scale_V)
+                    tl.store(scales_V, new_scale_V, mask=keep_V)
+            matrix_VK = decode_rows(rounded_VK, new_scale_V, MAX_CODE)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -383,14 +392,16 @@ def block_weights(
         delta: Whether updates read others.
 
     Returns:
-        Sums of log decays from a block's begin to each token, float32 [T, X], and weights [N, H, 2, I]: by how much the
-        keys and the queries of a block's tokens I read the update of a place N. Request b has its first at
-        cu_seqlens[b] + 2 b BLOCK, so that its first and last block may both be incomplete. Weights are there for tokens I of the step from the place on.
+        Sums of log decays from a block's begin to each token, float32 [T, X], and weights [N, H, 2, I]: by how much
+        the keys and the queries of a block's tokens I read the update of a place N, for new tokens from the place on.
+        Request b has its first place at cu_seqlens[b] + 2 b BLOCK: both its first and its last block may be incomplete.
     """
     (tokens, key_heads, columns), requests, block = k_TGK.shape, len(batch.slots_B), state_formats.BLOCK
     heads, device = log_decay.shape[1], log_decay.device
     sums_TX = torch.empty(tokens, log_decay[0].numel(), dtype=torch.float32, device=device)
-    weights_NH = torch.empty(tokens + requests * 2 * block, heads, 2, block, dtype=torch.float32, device=device)
+    weights_NH = torch.empty(
+        tokens + requests * 2 * block, heads, 2, block, dtype=torch.float32, device=device
+    )
     pdl = launch_options(gpu_of(device))
     weights_kernel[heads, cdiv(batch.max_length + block - 1, block), requests](
         q_TGK, k_TGK, log_decay, state.keys_SPGK, state.decays, sums_TX, weights_NH, batch.slots_B, batch.starts_B,

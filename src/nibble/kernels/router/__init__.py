@@ -45,8 +45,9 @@ def _route(
 def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, is_normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = len(x), top_k
-    return x.new_empty(len(x), len(weight)), x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+    # Not len(), which makes a number of a size that a compiler leaves open.
+    shape = x.shape[0], top_k
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does

@@ -14,63 +14,21 @@
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
 
 #include "bits.cuh"
+#include "choose.cuh"
 #include "cluster.cuh"
 
 constexpr int WARPS = 16, TOKENS = 8, SPLIT = WARPS / TILES;
 constexpr int EXPERTS = 16 * TILES * CLUSTER, VALUES = (EXPERTS + 31) / 32;  // room for so many, and a lane's
 
-DEVICE float from_bf16(u32 x) { return __uint_as_float(x << 16); }
+DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 
-// In the order of values, NaN the largest, both zeros equal.
-DEVICE u32 ordered(u32 bits) {
-  if ((bits & 0x7FFF) > 0x7F80) return 0xFFFF;
-  if (bits == 0x8000) bits = 0;
-  return bits & 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;
-}
-
-DEVICE float value_of(u32 number) { return from_bf16(number & 0x8000 ? number & 0x7FFF : ~number & 0xFFFF); }
-
-DEVICE float sum_of_lanes(float x) {
-#pragma unroll
-  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(ALL_LANES, x, d);
-  return x;
-}
-
-// A warp chooses the experts of a token, of equal logits those that come first.
 template <typename Logits>
-DEVICE void choose(Logits logit_of, u16* scores, long long* chosen, int experts, int top_k, int is_normalized) {
+DEVICE void write_choices(Logits logit_of, u16* scores, long long* chosen, int experts, int top_k, int is_normalized) {
+  const Choice choice = choose<VALUES>(logit_of, experts, top_k, is_normalized);
   const int lane = threadIdx.x & 31;
-  u32 keys[VALUES];
-#pragma unroll
-  for (int i = 0; i < VALUES; i++) {
-    const int e = lane + 32 * i;
-    keys[i] = e < experts ? ordered(logit_of(e)) << 16 | (0xFFFF - e) : 0;
-  }
-  float sum = 0, top = 0;
-  u32 mine = 0;
-  for (int k = 0; k < top_k; k++) {
-    u32 key = keys[0];
-#pragma unroll
-    for (int i = 1; i < VALUES; i++) key = max(key, keys[i]);
-    key = __reduce_max_sync(ALL_LANES, key);
-    if (k == 0) {
-      top = value_of(key >> 16);
-#pragma unroll
-      for (int i = 0; i < VALUES; i++) {
-        if (!is_normalized && keys[i]) sum += __expf(value_of(keys[i] >> 16) - top);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) {
-      if (keys[i] == key) keys[i] = 0;
-    }
-    if (lane == k) mine = key;
-  }
-  const float share = lane < top_k ? __expf(value_of(mine >> 16) - top) : 0;
-  sum = sum_of_lanes(is_normalized ? share : sum);
   if (lane >= top_k) return;
-  scores[lane] = u16(pack_bf16(share / sum, 0));
-  chosen[lane] = 0xFFFF - (mine & 0xFFFF);
+  scores[lane] = u16(pack_bf16(choice.weight, 0));
+  chosen[lane] = choice.expert;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, 1)
@@ -131,8 +89,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   // --- choose
   const int token = first_token + warp;
   if (rank == 0 && warp < TOKENS && token < tokens) {
-    choose([&](int e) { return of_tokens[warp][e]; }, scores + (u64)token * top_k, chosen + (u64)token * top_k, experts,
-           top_k, is_normalized);
+    write_choices([&](int e) { return of_tokens[warp][e]; }, scores + (u64)token * top_k, chosen + (u64)token * top_k,
+                  experts, top_k, is_normalized);
   }
 }
 
@@ -141,6 +99,6 @@ extern "C" __global__ void __launch_bounds__(32 * TOKENS)
   wait_for_inputs();
   const u64 token = (u64)blockIdx.x * TOKENS + threadIdx.x / 32;
   if (token >= tokens) return;
-  choose([&](int e) { return (u32)logits[token * experts + e]; }, scores + token * top_k, chosen + token * top_k, experts,
-         top_k, is_normalized);
+  write_choices([&](int e) { return (u32)logits[token * experts + e]; }, scores + token * top_k, chosen + token * top_k,
+                experts, top_k, is_normalized);
 }

@@ -93,6 +93,9 @@ function picture(view, rates) {
     "Preempted": whole(requests.preemptions),
     "Answered": whole(requests.finished),
   };
+  const { drafts } = view;
+  if (drafts) tiles[`Drafts accepted (${drafts.drafter})`] = drafts.accept_rate === null ? "–"
+    : `${percent(drafts.accept_rate)}, ${drafts.tokens_per_step.toFixed(1)} tokens a step`;
   $("tiles").replaceChildren(...Object.entries(tiles).map(([dt, dd]) =>
     el("div", {}, el("dt", { textContent: dt }), el("dd", { textContent: dd }))));
   $("grid-title").textContent = `${plural(pages.total, "page")} of ${plural(pages.size, "token")}`;

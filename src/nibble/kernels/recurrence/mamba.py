@@ -19,10 +19,9 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    row_scale,
+    encode_rows,
     states_of,
     store_rows,
-    to_codes,
     tokens_of,
 )
 from nibble.kernels.recurrence.triton import is_one_token
@@ -80,9 +79,8 @@ def selective_kernel(
     if MAX_CODE > 0:
         scales_C = scales + slot * scales_stride_S + c
         scale_C = tl.load(scales_C, mask=c < stored_channels, other=0.0)
-    matrix_CK = decode_rows(
-        tl.load(codes_CK, mask=keep_CK & (c < stored_channels)[:, None], other=0.0), scale_C
-    )
+    codes_loaded_CK = tl.load(codes_CK, mask=keep_CK & (c < stored_channels)[:, None], other=0.0)
+    matrix_CK = decode_rows(codes_loaded_CK, scale_C, MAX_CODE)
     kept_keys, updates = kept_keys + slot * keys_stride_S, updates + slot * updates_stride_S
     paces = paces + slot * paces_stride_S
     for position in range(state_at, start + length):
@@ -109,16 +107,12 @@ def selective_kernel(
         # --- round at multiples of BLOCK
         stop = position + 1
         if (stop % BLOCK == 0) & ((stop < start + length) | (stop <= final)):
-            scale_C, scale_C1 = None, None
-            if MAX_CODE > 0:
-                scale_C = row_scale(tl.max(tl.abs(matrix_CK), 1), MAX_CODE)
-                scale_C1 = scale_C[:, None]
-            rounded_CK = to_codes(matrix_CK, scale_C1, codes.dtype.element_ty)
+            rounded_CK, new_scale_C = encode_rows(matrix_CK, MAX_CODE, codes.dtype.element_ty)
             if stop == final:
                 tl.store(codes_CK, rounded_CK, mask=keep_CK)
                 if MAX_CODE > 0:
-                    tl.store(scales_C, scale_C, mask=keep_C)
-            matrix_CK = decode_rows(rounded_CK, scale_C)
+                    tl.store(scales_C, new_scale_C, mask=keep_C)
+            matrix_CK = decode_rows(rounded_CK, new_scale_C, MAX_CODE)
 
 
 def selective(

@@ -1,0 +1,53 @@
+"""What a drafter is told, and what it proposes.
+
+A drafter may guess as it likes: tokens are sampled from the model's own distribution at each position, and a draft
+counts only where it is the very token that was sampled (engine/speculative.py). So a bad drafter costs time, and never
+an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from nibble.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTask:
+    """A request that may be drafted for."""
+
+    request: Request
+    """Its token_ids are all known; they have only grown since the last task of the same request."""
+    limit: int
+    """Most tokens to propose, at least 1."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens. One serves all requests of an engine, and keeps what it likes about each of them.
+
+    It learns what became of its drafts from the next task: those that were accepted are part of token_ids then. A
+    request that has ended is let go of by everybody, so what is kept about it belongs into a WeakKeyDictionary.
+    """
+
+    def propose(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
+        """Return for each task the tokens that may follow, at most its limit; none where there is nothing to say."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """The facts of a drafter."""
+
+    name: str
+    summary: str
+    drafter: str | Callable[..., Drafter]
+    """A class, or its name as `module:Class`; called with the engine's parts that `arguments` names."""
+    max_tokens: int
+    """Most tokens that it proposes where the user names no number."""
+    takes_path: bool = False
+    """Whether it has a checkpoint: `name:PATH`."""
+    needs_model: bool = False
+    """Whether drafting takes steps of a model, which cost time whether drafts are accepted or not."""

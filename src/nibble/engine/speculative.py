@@ -1,0 +1,214 @@
+"""Speculative decoding: several tokens of a request in one step, where somebody guesses them beforehand.
+
+A drafter proposes tokens that may follow. A step in the phase VERIFY computes the last token of the request and all
+drafts, and the sampler draws a token at each of these positions, from the model's own distribution there, as if the
+drafts before it were part of the answer. Drafts count as long as they are the very tokens that were drawn; the first
+token that differs counts too, and all after it is taken back:
+
+    drafts       d1  d2  d3
+    drawn    s1  s2  s3  s4          s1 = d1, s2 = d2, s3 != d3: the answer goes on with s1 s2 s3
+
+A drafter names one token for each position, so this is rejection sampling: a draft is accepted with the probability
+p(d) that the model gives it, and if it is not, the token is drawn from p without d, renormalised (Leviathan et al.
+2023, with a proposal that has all of its mass on d). Every token is drawn as it is without drafts, by the same random
+number of its seed and position, so the answer is the same too, not only its distribution.
+
+Tokens are written quantised before they are attended, and what is stored of a token depends on that token alone, so a
+draft that is taken back leaves nothing behind: its slot is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from nibble.engine.drafters import Drafter
+from nibble.engine.drafters.base import DraftTask
+from nibble.engine.request import Logprob, Request, ScheduledRequest
+
+FIRST_TOKENS = 4
+"""Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
+"""Tokens without drafts after all were rejected: twice as many each time, up to the longest."""
+MISSES, MISS_PAUSE = 8, 16
+"""Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
+
+
+def accepted_run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+    """Return the tokens that a verification adds to an answer: accepted drafts, and one more.
+
+    Args:
+        drafts: tokens that were proposed, k of them.
+        sampled: what was drawn at each position, k + 1 tokens, each as if the drafts before it were part of the answer;
+            None where logits are not numbers.
+    """
+    count = 0
+    for draft, token in zip(drafts, sampled, strict=False):
+        if token is None or token.token != draft:
+            break
+        count += 1
+    return list(sampled[: count + 1])
+
+
+@dataclass(slots=True)
+class DraftLength:
+    """How many tokens to draft for one request: more while all are accepted, fewer and then none where they are not."""
+
+    most: int
+    length: int
+    _pause: int = SHORTEST_PAUSE
+    _resumes_at: int = 0
+    _num_misses: int = 0
+
+    def at(self, num_tokens: int) -> int:
+        """Return the length for a request of so many tokens."""
+        return self.length if num_tokens >= self._resumes_at else 0
+
+    def note_proposal(self, has_drafts: bool, num_tokens: int) -> None:
+        """Note whether anything was proposed for a request of so many tokens."""
+        self._num_misses = 0 if has_drafts else self._num_misses + 1
+        if self._num_misses >= MISSES:
+            self._resumes_at = num_tokens + MISS_PAUSE
+
+    def update(self, proposed: int, accepted: int, num_tokens: int) -> None:
+        """Note what became of drafts.
+
+        Args:
+            proposed: draft tokens.
+            accepted: those of them that counted.
+            num_tokens: of the request, with the new ones.
+        """
+        if accepted:
+            self._pause = SHORTEST_PAUSE
+        if accepted == proposed:
+            self.length = min(max(self.length, 2 * proposed), self.most)
+        elif accepted:
+            self.length = accepted + 1
+        else:
+            self.length //= 2
+            if not self.length:
+                # A short draft from time to time, as what is being written may change.
+                self.length, self._resumes_at = 1, num_tokens + self._pause
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts over an engine's life."""
+
+    steps: int = 0
+    """Requests that were verified, each step one."""
+    drafted: int = 0
+    """Draft tokens that were verified."""
+    accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+    """Accepted ones by their place in a draft."""
+
+    def add(self, proposed: int, accepted: int) -> None:
+        """Count one verification."""
+        self.steps += 1
+        self.drafted += proposed
+        self.accepted += accepted
+        self.by_position += [0] * (proposed - len(self.by_position))
+        for place in range(accepted):
+            self.by_position[place] += 1
+
+
+@dataclass(eq=False)
+class Speculation:
+    """Drafts for the requests of one engine.
+
+    Args:
+        name: of the drafter.
+        drafter: who proposes.
+        max_tokens: most tokens of a draft.
+        adapts: whether a request's number of tokens follows what was accepted.
+        step_tokens: most tokens of a step that has drafts: beyond it a step takes longer with every token.
+        vocab_size: tokens of the model.
+        overlaps: whether steps are launched before the last is read, unless somebody may draft.
+    """
+
+    name: str
+    drafter: Drafter
+    max_tokens: int
+    adapts: bool
+    step_tokens: int
+    vocab_size: int
+    overlaps: bool = False
+    counts: DraftCounts = field(default_factory=DraftCounts, init=False)
+    _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
+
+    def wants(self, request: Request) -> bool:
+        """Return whether the request's next tokens may be drafted, so that its tokens must be known by then."""
+        return self._length(request).at(len(request.token_ids) + 1) > 0
+
+    def propose(
+        self, requests: Iterable[Request], room: Callable[[Request], int]
+    ) -> Mapping[Request, tuple[int, ...]]:
+        """Return draft tokens for some of these requests.
+
+        Args:
+            requests: that decode, and whose tokens are all known.
+            room: returns the most tokens that may be drafted for one.
+        """
+        decoding = list(requests)
+        tasks, left = list[DraftTask](), self.step_tokens - len(decoding)
+        for request in decoding:
+            length = min(self._length(request).at(len(request.token_ids)), room(request), left)
+            if length > 0:
+                tasks.append(DraftTask(request, length))
+                left -= length
+        if not tasks:
+            return {}
+        drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
+        usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
+        if self.overlaps:
+            for request, tokens in usable.items():
+                self._length(request).note_proposal(bool(tokens), len(request.token_ids))
+        return {request: tokens for request, tokens in usable.items() if tokens}
+
+    def note(self, item: ScheduledRequest, num_accepted: int) -> None:
+        """Note how many drafts of a step were accepted."""
+        proposed = len(item.drafts)
+        self.counts.add(proposed, num_accepted)
+        if self.adapts:
+            num_tokens = item.start + 2 + num_accepted
+            self._length(item.request).update(proposed, num_accepted, num_tokens)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the counts, flat, as the server's statistics have them."""
+        counts = self.counts
+        numbers = {"steps": counts.steps, "drafted": counts.drafted, "accepted": counts.accepted}
+        numbers |= {f"accepted_at_{place}": count for place, count in enumerate(counts.by_position)}
+        return {f"drafts_{name}": float(value) for name, value in numbers.items()}
+
+    @property
+    def summary(self) -> str:
+        """Return what was accepted, in a line."""
+        counts = self.counts
+        if not counts.steps:
+            return f"drafts by {self.name}: none were verified"
+        return (
+            f"drafts by {self.name}: {counts.accepted:,} of {counts.drafted:,} tokens accepted "
+            f"({counts.accepted / counts.drafted:.0%}), {1 + counts.accepted / counts.steps:.2f} tokens a verification"
+        )
+
+    def _length(self, request: Request) -> DraftLength:
+        length = self._lengths.get(request)
+        if length is None:
+            first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
+            length = self._lengths[request] = DraftLength(self.max_tokens, first)
+        return length
+
+    def _usable(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Return the first ones that may be accepted: before an end of the answer, and as the grammar has it."""
+        tokens = list[int]()
+        for token in drafts:
+            # The answer would end there: nothing behind it counts, and it is drawn without a draft as well.
+            if token in request.stop_ids or not 0 <= token < self.vocab_size:
+                break
+            tokens.append(token)
+        if request.matcher and tokens:
+            tokens = tokens[: request.matcher.num_valid(request.output_token_ids, tokens)]
+        return tuple(tokens)
