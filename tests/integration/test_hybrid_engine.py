@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrids import QWEN3_NEXT
 from nibble import LLM, NibbleError, SamplingParams
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Batch, Request
 from nibble.errors import CapacityError
-from tiny import save_tiny
+from tiny import QWEN3_NEXT, save_tiny
 
 CONTEXT = 224
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import nibble.transformers as nt
 from families import tiny_model
-from hybrids import QWEN3_NEXT
 from nibble import LLM, ConfigError, RequestError
 from nibble.attention import recurrent as layers
 from nibble.config import STATE_FORMATS
@@ -27,7 +26,7 @@ from nibble.models.hub import quiet
 from nibble.transformers import cache as caches
 from nibble.transformers.cache import CACHE
 from nibble.transformers.states import TAKE_BACK
-from tiny import save_tiny
+from tiny import QWEN3_NEXT, save_tiny
 
 PAD = 0
 

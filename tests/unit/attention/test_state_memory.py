@@ -114,16 +114,17 @@ def test_the_plan_says_how_many_requests_fit() -> None:
 H200 = lookup_gpu("h200")
 
 
-def test_small_states_and_a_small_cache_serve_more_requests() -> None:
+@pytest.mark.parametrize(("layers", "kv_heads"), [(48, 2), (32, 4)], ids=["qwen3-next", "qwen3.5"])
+def test_small_states_and_a_small_cache_serve_more_requests(layers: int, kv_heads: int) -> None:
     """In the same memory on a GPU, with an exact window and buffered inputs: what both are for."""
     model = replace(
         model_spec(
-            LayerGroup("full", "mha", gqa(256, 2), tuple(range(3, 48, 4)), 16),
-            owner=tuple(i if i % 4 == 3 else NO_LAYER for i in range(48)),
+            LayerGroup("full", "mha", gqa(256, kv_heads), tuple(range(3, layers, 4)), 16),
+            owner=tuple(i if i % 4 == 3 else NO_LAYER for i in range(layers)),
             context=32768,
             weights=40 * GIB,
         ),
-        states=(replace(LINEAR, layers=tuple(i for i in range(48) if i % 4 != 3)),),
+        states=(replace(LINEAR, layers=tuple(i for i in range(layers) if i % 4 != 3)),),
     )
 
     def most(tokens: int, **options: Any) -> int:
