@@ -186,7 +186,7 @@ def test_a_failing_engine_is_told_to_all_that_wait(tiny: Path) -> None:
     async def run() -> None:
         async with AsyncLLM(str(tiny), **OPTIONS) as llm:
 
-            def broken() -> None:
+            def broken(*_: object) -> None:
                 raise ZeroDivisionError("no luck")
 
             stream = llm.generate(PROMPTS[0], **LONG)

@@ -392,7 +392,7 @@ _NOT_CAUSAL = "attends with is_causal=False: queries see later tokens, or a mask
 _REASONS = {
     _CONVOLUTION: "recurrent_gemma zaya",
     "InklingShortConvolution gets neither the keywords nor the mask": "inkling_text",
-    "passes position_bias to its attention|ShortConvolution gets neither": "inkling2_loop_text inkling2_text",
+    "passes position_bias to its attention|ShortConvolution gets neither": "inkling2_text",
     r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask": "qwen4_exp qwen4_exp_text",
     "Mixer gets neither the keywords nor the mask": "falcon_mamba mamba mamba2",
     "ZambaAttention does not say which layer it is": "zamba",
@@ -406,7 +406,7 @@ _REASONS = {
     _NOT_CAUSAL: "bigbird_pegasus",
     r"its forward pass \(XmodOutput.lang_adapter\) depends on values of tensors": "xmod",
     "cannot compute the logits of chosen tokens only": "whisper",
-    "layer 0 attends 2 times in one pass": "diffllama dory",
+    "layer 0 attends 2 times in one pass": "diffllama",
     "layer 0 attends 4 times in one pass": "hrm_text",
     "layers do not attend to text": "mllama",
     "the mask of layer 0 depends on tensors of the batch": "gemma4_unified",

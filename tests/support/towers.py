@@ -122,7 +122,7 @@ NOT_BUILT = {
 _LOGITS = "cannot compute the logits of chosen tokens only"
 _WHY_REFUSED = {
     "InklingShortConvolution gets neither the keywords nor the mask": "Inkling",
-    "passes position_bias to its attention|ShortConvolution gets neither": "Inkling2 Inkling2Loop",
+    "passes position_bias to its attention|ShortConvolution gets neither": "Inkling2",
     r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask": "Qwen4Exp",
     _LOGITS: "MiniCPMOcr MiniCPMV4_6 Qwen2Audio Qwen2_5OmniThinker Qwen3OmniMoeThinker VideoLlama3",
     "the mask of layer 0 depends on tensors of the batch": "Gemma4Unified",

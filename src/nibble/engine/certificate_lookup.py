@@ -59,7 +59,7 @@ SPEC_ELSEWHERE = frozenset(
 PLAN_ELSEWHERE = frozenset(
     {
         "layout", "groups", "owner", "dtype", "notes", "default_notes", "tier", "meaning", "sinks", "states",
-        "state_format",
+        "state_format", "max_drafts",
     }
 )  # fmt: skip
 """The same of Plan. Sinks count as an option of Config: who asks for none has the certificates of before."""

@@ -30,6 +30,7 @@ PUBLISHED = {
     "qwen3-8b": ("Qwen/Qwen3-8B",),
     "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B",),
     "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B",),
+    "qwen3-next-80b-a3b": ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
     "llama-3.1-8b": (
         "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B",
         "meta-llama/Meta-Llama-3.1-8B-Instruct",

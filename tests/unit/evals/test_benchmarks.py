@@ -291,7 +291,9 @@ def test_a_start_reads_a_checkpoint(tmp_path: Path) -> None:
         folder = tmp_path / f"weights {weights}"
         random_checkpoints.write("tiny", folder, weights, "cpu", shard=50_000)
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-        options = SimpleNamespace(checkpoint=folder, weights=weights, scheme="fp32", device="cpu")
+        options = SimpleNamespace(
+            checkpoint=folder, weights=weights, scheme="fp32", device="cpu", kv_memory=None
+        )
         memory = dict[str, int]()
         with start.engine_of(options, memory) as llm:
             logits[weights] = llm.logits(list(range(5, 60)))

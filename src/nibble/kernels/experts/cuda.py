@@ -151,7 +151,7 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
             ROWS[0],
             COLUMNS[0],
             4 if is_second else 3,
-            min(steps + 1, 4 if is_second else 9),
+            min(steps + 1, 4 if is_second else 6),
         )
     is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
