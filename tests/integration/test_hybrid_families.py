@@ -43,7 +43,6 @@ HYBRIDS = {
     "zamba2": RecurrentGroup("decay", "decay", (0, 1, 2, 3), 32, 4, 16, 1, False, 160, 4),
     "minimax": RecurrentGroup("decay", "decay", (1, 3), 4, 16, 16, 4, False),
     "jamba": RecurrentGroup("selective", "selective", (0, 2), 1, 128, 16, 1, False, 128, 4),
-    "lara_mini": RecurrentGroup("delta", "delta", (0, 3), 32, 8, 16, 8, False, 512, 4),
     "lfm2": RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3),
     "lfm2_moe": RecurrentGroup("conv", "conv", (0, 2), conv_channels=64, conv_taps=3),
     "lfm3": RecurrentGroup("conv", "conv", (0, 3), conv_channels=64, conv_taps=7),
@@ -51,7 +50,7 @@ HYBRIDS = {
 """By family what its layers must be observed to keep."""
 ATTENDING = {
     "nemotron_h": (NO_LAYER, NO_LAYER, 2, NO_LAYER), "falcon_h1": (0, 1, 2, 3), "minimax": (0, NO_LAYER, 2, NO_LAYER),
-    "lara_mini": (NO_LAYER, 1, 2, NO_LAYER), "lfm3": (NO_LAYER, 1, 2, NO_LAYER),
+    "lfm3": (NO_LAYER, 1, 2, NO_LAYER),
 }  # fmt: skip
 """Owners of layers, where they are not those of the second and the fourth."""
 PLANTED = 2 * BLOCK

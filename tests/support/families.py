@@ -269,7 +269,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_key_value_heads": 4},
     "kolibri1": {"layer_types": MIXED["layer_types"]},
     "laguna": {"layer_types": MIXED["layer_types"]},
-    "lara_mini": _DELTA,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mellum": MIXED,
@@ -289,7 +288,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QSA,
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16], "attention_head_size": 16},
     "roc_bert": {"shape_embed_dim": 32, "shape_vocab_size": 64, "pronunciation_embed_dim": 32, "pronunciation_vocab_size": 64},
-    "sarvam_mla": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "attention_hidden_size": 128,
