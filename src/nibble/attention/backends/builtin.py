@@ -69,6 +69,7 @@ TRITON = BackendInfo(
     install="pip install triton",
     adapter="nibble.attention.backends.adapters.triton_cuda:Triton",
     graphs=True,
+    verify_graphs=True,
     support=(
         Support(
             phase=ALL,
@@ -116,6 +117,7 @@ TRITON_INVARIANT = BackendInfo(
     install="pip install triton",
     adapter="nibble.attention.backends.adapters.triton_cuda:TritonInvariant",
     graphs=True,
+    verify_graphs=True,
     support=tuple(
         replace(
             row,
@@ -153,6 +155,7 @@ CUDA = BackendInfo(
     install="pip install cuda-bindings nvidia-cuda-nvrtc",
     unavailable_reason=_no_nvrtc,
     graphs=True,
+    verify_graphs=True,
     support=(
         Support(
             **DECODE_FACTS,

@@ -20,11 +20,18 @@ from typing import NamedTuple
 
 from nibble import formats
 from nibble.attention.planner import state_memory, window_memory
-from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
+from nibble.attention.planner.plan import (
+    Plan,
+    Tier,
+    cuda_graph_blocker,
+    graph_sizes,
+    verify_graph_blocker,
+    verify_sizes,
+)
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
-from nibble.drafts import verify_tokens
+from nibble.drafts import GPU_DRAFTS, verify_tokens
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
@@ -65,6 +72,8 @@ TABLE_ALIGNMENT = 4
 """Columns of a page table come in groups of 16 bytes: Triton compiles a kernel anew for pointers off that grid."""
 GRAPH_ROW_BYTES = 3 * 8 + 4 + 8
 """A row of the buffers of decode steps (engine/model_runner.py): table row, position, id, start, row of its logits."""
+VERIFY_REQUEST_BYTES, VERIFY_TOKEN_BYTES = 3 * 8, 2 * 8
+"""The same of steps with drafts: table row, length, number of tokens; of each token its id, and a row of logits."""
 SAMPLING_ROW_BYTES = 48
 """A request's sampling parameters on the device (engine/sampler.py)."""
 HOST_ROW_BYTES = 48
@@ -78,6 +87,11 @@ HOT_SLOT_BYTES = 8
 """For each slot of a hot buffer, in each layer with an indexer: which token it holds, and its turn."""
 PLACE_BYTES = 4
 """For each frame of a hot buffer, and for each page: which frame that is."""
+
+
+def verify_buffer_bytes(requests: int, tokens: int) -> int:
+    """Return the bytes of the buffers of a step that verifies so many tokens of so many requests."""
+    return requests * (VERIFY_REQUEST_BYTES + tokens * VERIFY_TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,8 @@ class MemoryPlan:
     """Most tokens that one step computes."""
     max_decodes: int
     """Most requests that one step decodes."""
+    verify_sizes: tuple[tuple[int, int], ...]
+    """Requests and tokens of a request of recorded steps with drafts, largest first."""
     context: int
     """Tokens of the longest request."""
     table_width: int
@@ -260,6 +276,7 @@ class MemoryPlanner:
             limit=limit,
             step_tokens=step.step_tokens,
             max_decodes=step.max_decodes,
+            verify_sizes=self.verify_sizes,
             context=step.context,
             table_width=self.table_width,
             request_tokens=self.spec.max_running * self.request_pages * layout.page_size,
@@ -346,7 +363,8 @@ class MemoryPlanner:
         """What runs the steps on a GPU: libraries, backends' own buffers, recorded decode steps, the error monitor."""
         if self.device.is_cpu:
             return 0
-        graphs = len(self.graph_sizes) * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
+        recorded = len(self.graph_sizes) + len(self.verify_sizes)
+        graphs = recorded * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
         monitor = ERROR_MONITOR_BYTES * self.spec.watches_fidelity
         return LIBRARY_BYTES + self.backend_bytes + monitor + graphs
 
@@ -366,10 +384,22 @@ class MemoryPlanner:
             return ()
         return graph_sizes(self.step.max_decodes)
 
+    @cached_property
+    def verify_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Requests and tokens of a request of the steps with drafts that run over stable buffers."""
+        if not self.spec.max_drafts or not self.graph_sizes or verify_graph_blocker(self.cache_plan):
+            return ()
+        tokens = 1 + (self.spec.fixed_drafts or GPU_DRAFTS)
+        room = min(verify_tokens(self.device.is_cpu), self.step.step_tokens)
+        return verify_sizes(self.step.max_decodes, tokens, room)
+
     @property
     def logits_bytes(self) -> int:
-        """The buffer into which decode steps of all sizes put their logits."""
-        rows = self.graph_sizes[-1] if self.graph_sizes else 0
+        """The buffer into which steps of all sizes put their logits."""
+        rows = max(
+            (*self.graph_sizes[-1:], *(requests * tokens for requests, tokens in self.verify_sizes)),
+            default=0,
+        )
         return rows * self.model.vocab_size * self.step.value_bytes
 
     @cached_property
@@ -391,6 +421,7 @@ class MemoryPlanner:
         table = self.table_rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
         step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
         buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
+        buffers += max((verify_buffer_bytes(*shape) for shape in self.verify_sizes), default=0)
         # with graphs the logits are theirs (runtime_bytes)
         buffers += 0 if self.spec.graphs else self.logits_bytes
         return table + step + buffers + (self.host_table_bytes if self.device.is_cpu else 0)

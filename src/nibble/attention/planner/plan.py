@@ -12,6 +12,7 @@ from nibble import formats
 from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout
 from nibble.errors import Refusal, Unsupported
+from nibble.kernels import cdiv
 from nibble.model_spec import LayerGroup, Phase, RecurrentGroup
 
 STAGED_PACKING = "nhd"
@@ -30,7 +31,7 @@ class Route:
     runnable: bool = True
     """Whether this version has an adapter for the backend, or only knows its facts."""
     graphs: bool = False
-    """Whether a CUDA graph may hold it, in DECODE."""
+    """Whether a CUDA graph may hold it, in DECODE and VERIFY."""
     place: float = 0
     """Its place among all that serve the same need; lower is better, and the same for equals (options.py)."""
     for_speed: bool = False
@@ -79,9 +80,9 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
     near_routes: tuple[Route, ...] = ()
-    """Those of the exact window, over pages in the compute dtype; for VERIFY alone where there is `near_kernel`."""
+    """Those of the exact window, over pages in the compute dtype; none where there is `near_kernel`."""
     near_kernel: bool = False
-    """Whether near tokens have a kernel of their own but for VERIFY (kernels/near/__init__.py)."""
+    """Whether near tokens have a kernel of their own (kernels/near/__init__.py)."""
 
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"
@@ -197,6 +198,10 @@ STEPS = ((64, 8), (128, 16), (256, 32))
 """(up to, step) of the sizes that follow; beyond the last, steps of twice its step."""
 
 
+SHORTEST_VERIFY, FULL_LENGTHS = 2, 2
+"""The fewest tokens of a request in a recorded step with drafts; how many lengths have steps of few requests too."""
+
+
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Return the sizes of recorded steps in requests, ascending; the last has room for `most`."""
     # Few requests get sizes close together: padding costs them most.
@@ -207,6 +212,31 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def verify_sizes(most: int, tokens: int, step_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of recorded steps that verify drafts, each requests and tokens of a request; largest first.
+
+    They are few, as each takes time at the start: sizes double, and requests with fewer tokens are padded. Short drafts
+    of few requests are padded to half the longest ones: up to there a step takes the time of its weights.
+
+    Args:
+        most: requests that run at a time.
+        tokens: most of a request in a step.
+        step_tokens: most of a step that has drafts.
+    """
+    lengths = [tokens]
+    while lengths[-1] > SHORTEST_VERIFY:
+        lengths.append(cdiv(lengths[-1], 2))
+    found, largest = set[tuple[int, int]](), 1
+    for place, length in enumerate(lengths):
+        # The two longest have all sizes; shorter ones those that the longer have no room for.
+        size = 2 if place < FULL_LENGTHS else 2 * largest
+        while size * length <= step_tokens and size < 2 * max(most, 2):
+            found.add((size, length))
+            largest = max(largest, size)
+            size *= 2
+    return tuple(sorted(found, key=lambda shape: (shape[0] * shape[1], shape), reverse=True))
+
+
 def cuda_graph_blocker(plan: Plan) -> str | None:
     """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
@@ -215,4 +245,24 @@ def cuda_graph_blocker(plan: Plan) -> str | None:
         route = next((route for route in routes if not route.graphs), None)
         if route:
             return f"decode steps run without CUDA graphs: {route} of group {group.group.name} cannot be recorded"
+    return None
+
+
+def verify_graph_blocker(plan: Plan) -> str | None:
+    """Return why steps of `plan` that verify drafts cannot be recorded; None if they can."""
+    if reason := cuda_graph_blocker(plan):
+        return reason
+    said = "steps with drafts run without CUDA graphs"
+    if plan.states:
+        return f"{said}: recurrent states end at each request's own last token"
+    if plan.tier:
+        return f"{said}: a hot buffer is for one new token"
+    for group in plan.groups:
+        if group.group.chunk is not None:
+            return f"{said}: a draft may lie in two chunks of group {group.group.name}"
+        near = _of_phase(group.near_routes, Phase.VERIFY)
+        routes = [_of_phase(group.routes, Phase.VERIFY), *([near] if near else [])]
+        if any(route is None or not route.graphs for route in routes):
+            route = next((route for route in routes if route and not route.graphs), None)
+            return f"{said}: {route or 'nothing'} of group {group.group.name} cannot be recorded"
     return None
