@@ -18,6 +18,18 @@ CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
 more takes longer with each: on a CPU the model `demo` needs 1.4 times as long for 16 tokens as for one."""
 
 
+SHORTEST_VERIFY = 2
+"""The fewest tokens of a request in a recorded step with drafts."""
+
+
+def recorded_lengths(tokens: int) -> tuple[int, ...]:
+    """Return the tokens of a request in recorded steps with drafts: the most, and halves of those before."""
+    lengths = [tokens]
+    while lengths[-1] > SHORTEST_VERIFY:
+        lengths.append((lengths[-1] + 1) // 2)
+    return tuple(lengths)
+
+
 def verify_tokens(is_cpu: bool) -> int:
     """Return the most tokens of a step that has drafts."""
     return CPU_VERIFY_TOKENS if is_cpu else GPU_VERIFY_TOKENS

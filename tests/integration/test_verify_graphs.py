@@ -14,7 +14,8 @@ from test_cuda_graphs import PROMPTS
 
 from nibble import LLM
 from nibble.attention import backends
-from nibble.attention.planner.plan import graph_sizes, verify_graph_blocker, verify_sizes
+from nibble.attention.planner.plan import graph_sizes
+from nibble.attention.planner.verify_memory import verify_graph_blocker, verify_sizes
 from nibble.engine.model_runner import Graphs, live
 from planning import PLAIN
 from tape import record

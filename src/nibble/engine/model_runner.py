@@ -259,7 +259,7 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
     ) -> Tensor:
         rows, ids = self._rows(scheduled), token_ids(scheduled)
-        wanted = list(range(len(ids))) if every else logit_rows(scheduled)
+        rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
@@ -267,7 +267,7 @@ class ModelRunner:
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
-            packed.add(self._pad_rows(wanted or [0])),
+            packed.add(self._pad_rows(rows_of_logits or [0])),
             packed.add(self._sampled_rows(rows, scheduled)),
         )
         forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
@@ -290,7 +290,7 @@ class ModelRunner:
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
-        return logits[: len(wanted)]
+        return logits[: len(rows_of_logits)]
 
     def _metadata(
         self,
@@ -498,14 +498,14 @@ class ModelRunner:
     ) -> Tensor:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
         padding = requests - len(scheduled)
-        wanted = padded_logit_rows(scheduled, length)
+        rows_of_logits = padded_logit_rows(scheduled, length)
         inputs = packed.add(
             (
                 *rows, *[self.tables.padding_row] * padding,
                 *[item.end for item in scheduled], *[0] * padding,
                 *[item.num_tokens for item in scheduled], *[0] * padding,
                 *padded_token_ids(scheduled, length), *[0] * (padding * length),
-                *wanted, *[0] * (requests * length - len(wanted)),
+                *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
             )
         )  # fmt: skip
         sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
@@ -513,22 +513,22 @@ class ModelRunner:
         self._sampled_rows_S = sent[sampled_rows]
         graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         graphs.replay(size)
-        return graphs.logits[: len(wanted)]
+        return graphs.logits[: len(rows_of_logits)]
 
     @torch.inference_mode()
     def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
         """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
         (requests, length), page_size, tables = size, self.plan.page_size, self.tables
-        given = VerifyInputs.of(graphs.verify_inputs, requests, length)
+        inputs = VerifyInputs.of(graphs.verify_inputs, requests, length)
         row_L = graphs.rows[:length]
-        is_new_BL = row_L >= length - given.new_B[:, None]
+        is_new_BL = row_L >= length - inputs.new_B[:, None]
         # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
-        first_B1 = (given.ends_B - given.new_B)[:, None]
-        positions_BL = (given.ends_B[:, None] - length + row_L).maximum(first_B1)
-        ids_BL = torch.where(given.ids_BL < 0, tables.latest_R[given.rows_B][:, None], given.ids_BL)
-        page_table_BN = tables.table_RN.index_select(0, given.rows_B)
+        first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
+        positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
+        ids_BL = torch.where(inputs.ids_BL < 0, tables.latest_R[inputs.rows_B][:, None], inputs.ids_BL)
+        page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
         width = page_table_BN.shape[1]
-        exact_table_BN = self._exact_table(given.rows_B, width)
+        exact_table_BN = self._exact_table(inputs.rows_B, width)
 
         def slots(table_BN: Tensor) -> Tensor:
             pages_BL = table_BN.gather(1, positions_BL // page_size).long()
@@ -536,13 +536,13 @@ class ModelRunner:
 
         batch = AttentionBatch(
             Phase.VERIFY, 0, requests * length, (length,) * requests, (width * page_size,) * requests,
-            page_table_BN, graphs.cu_seqlens_q[: requests + 1] * length, given.ends_B.int(), given.rows_B,
-            bounds=True, exact_table_BN=exact_table_BN, new_B=given.new_B.int(),
+            page_table_BN, graphs.cu_seqlens_q[: requests + 1] * length, inputs.ends_B.int(), inputs.rows_B,
+            bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
         )  # fmt: skip
         exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
         ctx = self._context(self._with_frames(slots(page_table_BN), [batch], exact_slots_T))
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
-        graphs.store_logits(self._run(ids_T[None], positions_T[None], given.logit_rows_S, ctx))
+        graphs.store_logits(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx))
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""

@@ -29,8 +29,8 @@ from nibble.attention.planner.plan import (
     Route,
     cuda_graph_blocker,
     graph_sizes,
-    verify_graph_blocker,
 )
+from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager

@@ -16,22 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from nibble import formats
-from nibble.attention.planner import state_memory, window_memory
-from nibble.attention.planner.plan import (
-    Plan,
-    Tier,
-    cuda_graph_blocker,
-    graph_sizes,
-    verify_graph_blocker,
-    verify_sizes,
-)
+from nibble.attention.planner import state_memory, verify_memory, window_memory
+from nibble.attention.planner.plan import PageSplit, Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
-from nibble.drafts import GPU_DRAFTS, verify_tokens
+from nibble.drafts import verify_tokens
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
@@ -72,8 +64,6 @@ TABLE_ALIGNMENT = 4
 """Columns of a page table come in groups of 16 bytes: Triton compiles a kernel anew for pointers off that grid."""
 GRAPH_ROW_BYTES = 3 * 8 + 4 + 8
 """A row of the buffers of decode steps (engine/model_runner.py): table row, position, id, start, row of its logits."""
-VERIFY_REQUEST_BYTES, VERIFY_TOKEN_BYTES = 3 * 8, 2 * 8
-"""The same of steps with drafts: table row, length, number of tokens; of each token its id, and a row of logits."""
 SAMPLING_ROW_BYTES = 48
 """A request's sampling parameters on the device (engine/sampler.py)."""
 HOST_ROW_BYTES = 48
@@ -87,11 +77,6 @@ HOT_SLOT_BYTES = 8
 """For each slot of a hot buffer, in each layer with an indexer: which token it holds, and its turn."""
 PLACE_BYTES = 4
 """For each frame of a hot buffer, and for each page: which frame that is."""
-
-
-def verify_buffer_bytes(requests: int, tokens: int) -> int:
-    """Return the bytes of the buffers of a step that verifies so many tokens of so many requests."""
-    return requests * (VERIFY_REQUEST_BYTES + tokens * VERIFY_TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,16 +214,6 @@ class StepMemory:
         tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
-
-
-class PageSplit(NamedTuple):
-    """How pages are split between the device and the host."""
-
-    pages: int
-    frames: int
-    """Pages that have room on the device."""
-    host: int
-    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -387,11 +362,10 @@ class MemoryPlanner:
     @cached_property
     def verify_sizes(self) -> tuple[tuple[int, int], ...]:
         """Requests and tokens of a request of the steps with drafts that run over stable buffers."""
-        if not self.spec.max_drafts or not self.graph_sizes or verify_graph_blocker(self.cache_plan):
-            return ()
-        tokens = 1 + (self.spec.fixed_drafts or GPU_DRAFTS)
-        room = min(verify_tokens(self.device.is_cpu), self.step.step_tokens)
-        return verify_sizes(self.step.max_decodes, tokens, room)
+        step = self.step
+        return verify_memory.sizes(
+            self.cache_plan, self.spec, self.device, step.max_decodes, step.step_tokens
+        )
 
     @property
     def logits_bytes(self) -> int:
@@ -421,7 +395,7 @@ class MemoryPlanner:
         table = self.table_rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
         step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
         buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
-        buffers += max((verify_buffer_bytes(*shape) for shape in self.verify_sizes), default=0)
+        buffers += max((verify_memory.buffer_bytes(*size) for size in self.verify_sizes), default=0)
         # with graphs the logits are theirs (runtime_bytes)
         buffers += 0 if self.spec.graphs else self.logits_bytes
         return table + step + buffers + (self.host_table_bytes if self.device.is_cpu else 0)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nibble import formats
 from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout
 from nibble.errors import Refusal, Unsupported
-from nibble.kernels import cdiv
 from nibble.model_spec import LayerGroup, Phase, RecurrentGroup
 
 STAGED_PACKING = "nhd"
@@ -67,7 +67,8 @@ class Route:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
 
 
-def _of_phase(routes: Iterable[Route], phase: Phase) -> Route | None:
+def of_phase(routes: Iterable[Route], phase: Phase) -> Route | None:
+    """Return the route of a phase, if there is one."""
     return next((route for route in routes if route.phase is phase), None)
 
 
@@ -94,7 +95,7 @@ class GroupPlan:
 
     def route(self, phase: Phase) -> Route:
         """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
-        if route := _of_phase(self.routes, phase):
+        if route := of_phase(self.routes, phase):
             return route
         # Only backends that decode could serve VERIFY.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
@@ -109,6 +110,16 @@ class Tier:
     """Tokens of a hot buffer, in whole pages."""
     layout: CacheLayout
     """What the host stores."""
+
+
+class PageSplit(NamedTuple):
+    """How pages are split between the device and the host."""
+
+    pages: int
+    frames: int
+    """Pages that have room on the device."""
+    host: int
+    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +181,7 @@ class Plan:
 
     def near_route(self, layer: int, phase: Phase) -> Route:
         """Return the route of attention layer `layer` over exact pages in `phase`."""
-        route = _of_phase(self._group(layer).near_routes, phase)
+        route = of_phase(self._group(layer).near_routes, phase)
         assert route, f"the plan has no exact window in {phase}"
         return route
 
@@ -198,10 +209,6 @@ STEPS = ((64, 8), (128, 16), (256, 32))
 """(up to, step) of the sizes that follow; beyond the last, steps of twice its step."""
 
 
-SHORTEST_VERIFY, FULL_LENGTHS = 2, 2
-"""The fewest tokens of a request in a recorded step with drafts; how many lengths have steps of few requests too."""
-
-
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Return the sizes of recorded steps in requests, ascending; the last has room for `most`."""
     # Few requests get sizes close together: padding costs them most.
@@ -212,57 +219,12 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def verify_sizes(most: int, tokens: int, step_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Return the sizes of recorded steps that verify drafts, each requests and tokens of a request; largest first.
-
-    They are few, as each takes time at the start: sizes double, and requests with fewer tokens are padded. Short drafts
-    of few requests are padded to half the longest ones: up to there a step takes the time of its weights.
-
-    Args:
-        most: requests that run at a time.
-        tokens: most of a request in a step.
-        step_tokens: most of a step that has drafts.
-    """
-    lengths = [tokens]
-    while lengths[-1] > SHORTEST_VERIFY:
-        lengths.append(cdiv(lengths[-1], 2))
-    found, largest = set[tuple[int, int]](), 1
-    for place, length in enumerate(lengths):
-        # The two longest have all sizes; shorter ones those that the longer have no room for.
-        size = 2 if place < FULL_LENGTHS else 2 * largest
-        while size * length <= step_tokens and size < 2 * max(most, 2):
-            found.add((size, length))
-            largest = max(largest, size)
-            size *= 2
-    return tuple(sorted(found, key=lambda shape: (shape[0] * shape[1], shape), reverse=True))
-
-
 def cuda_graph_blocker(plan: Plan) -> str | None:
     """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
-        near = _of_phase(group.near_routes, Phase.DECODE)
+        near = of_phase(group.near_routes, Phase.DECODE)
         routes = [group.route(Phase.DECODE), *([near] if near else [])]
         route = next((route for route in routes if not route.graphs), None)
         if route:
             return f"decode steps run without CUDA graphs: {route} of group {group.group.name} cannot be recorded"
-    return None
-
-
-def verify_graph_blocker(plan: Plan) -> str | None:
-    """Return why steps of `plan` that verify drafts cannot be recorded; None if they can."""
-    if reason := cuda_graph_blocker(plan):
-        return reason
-    said = "steps with drafts run without CUDA graphs"
-    if plan.states:
-        return f"{said}: recurrent states end at each request's own last token"
-    if plan.tier:
-        return f"{said}: a hot buffer is for one new token"
-    for group in plan.groups:
-        if group.group.chunk is not None:
-            return f"{said}: a draft may lie in two chunks of group {group.group.name}"
-        near = _of_phase(group.near_routes, Phase.VERIFY)
-        routes = [_of_phase(group.routes, Phase.VERIFY), *([near] if near else [])]
-        if any(route is None or not route.graphs for route in routes):
-            route = next((route for route in routes if route and not route.graphs), None)
-            return f"{said}: {route or 'nothing'} of group {group.group.name} cannot be recorded"
     return None

@@ -320,7 +320,9 @@ class FixedDecode:
         """Return whether the kernel serves these queries."""
         columns = columns_of(batch, q_THD.shape[1], k.heads)
         is_half = q_THD.dtype in (torch.bfloat16, torch.float16)
-        return is_half and columns <= FIXED_COLUMNS and len(batch.seq_lens_B) <= MAX_BATCH and not params.softcap
+        return (
+            is_half and columns <= FIXED_COLUMNS and len(batch.seq_lens_B) <= MAX_BATCH and not params.softcap
+        )
 
     def fixed_parts(
         self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
