@@ -40,6 +40,7 @@ ROWS = 64
 """Rows of a matrix in a program: those of the tensor cores' tile."""
 LONG_ROW = 128
 """Columns of a matrix above which more threads share it."""
+WARPS, LONG_ROW_WARPS = 4, 8
 
 
 @triton.jit
@@ -365,12 +366,17 @@ def recurrence(
         H=heads, G=k_TGK.shape[1], V=dim, K=columns, P=state.keys_SPGK.shape[1], VW=ROWS,
         KW=max(MMA_ROWS, next_power_of_2(columns)), MAX_CODE=state_formats.state_format(state.format).max_code,
         COLUMNS=log_decay.dim() == 3, DELTA=delta, FULL=has_full_products(state), ONE=one,
-        PDL=bool(pdl), num_warps=4 if columns <= LONG_ROW else 8, num_stages=1, **pdl,
+        PDL=bool(pdl), num_warps=_warps(columns, has_full_products(state)), num_stages=1, **pdl,
     )  # fmt: skip
     if not one:
         store_rows(k_TGK, state.keys_SPGK, batch)
         store_rows(sums_TX, state.decays, batch)
     return out_THV
+
+
+def _warps(columns: int, has_full_products: bool) -> int:
+    # What Triton 3.6 makes of products of TF32 for two warp groups reads what is not there.
+    return LONG_ROW_WARPS if columns > LONG_ROW and not has_full_products else WARPS
 
 
 def has_full_products(state: LayerState) -> bool:
