@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
@@ -41,6 +41,9 @@ from nibble.kernels.recurrence.formats import layer_state
 from nibble.kernels.recurrence.types import LayerState, StateBatch, StateMetadata
 from nibble.kernels.state_formats import BLOCK
 
+if TYPE_CHECKING:
+    from nibble.kernels.recurrence.copies import CopyTable
+
 __all__ = [
     "BLOCK",
     "LayerState",
@@ -48,6 +51,7 @@ __all__ = [
     "StateMetadata",
     "causal_conv",
     "copy_slots",
+    "copy_tables",
     "layer_state",
     "recurrence",
     "selective",
@@ -191,25 +195,44 @@ def selective(
     return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, _on_host(x_TC, batch))
 
 
-def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
+def copy_slots(
+    layers: Sequence[LayerState],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tables: Sequence[CopyTable] = (),
+) -> None:
     """Copy whole slots, as they are before any is written.
 
     Args:
         layers: In which layers.
         sources: Slots.
         targets: Slots that get what is in them, one for each.
+        tables: Of these layers, from copy_tables(); none: they are made for this call.
 
     Raises:
         ValueError: There are not as many targets as sources, or a target is there twice.
     """
     if len(sources) != len(targets) or len(set(targets)) < len(targets):
         raise ValueError(f"slots {list(sources)} cannot be copied to {list(targets)}: one target for each")
-    if sources and layers and layers[0].inputs_SPC.is_cuda and triton_present():
+    if sources and _are_copied_by_kernels(layers):
         from nibble.kernels.recurrence import copies
 
-        copies.copy_slots(layers, sources, targets)
+        copies.copy_slots(layers, sources, targets, tables)
     else:
         naive.copy_slots(layers, sources, targets)
+
+
+def copy_tables(layers: Sequence[LayerState]) -> Sequence[CopyTable]:
+    """Return what copy_slots() needs to know of layers, which stays the same; nothing where no kernel copies."""
+    if not _are_copied_by_kernels(layers):
+        return ()
+    from nibble.kernels.recurrence import copies
+
+    return copies.tables_of(layers)
+
+
+def _are_copied_by_kernels(layers: Sequence[LayerState]) -> bool:
+    return bool(layers) and layers[0].inputs_SPC.is_cuda and triton_present()
 
 
 def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[StateMetadata]:

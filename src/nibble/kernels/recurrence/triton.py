@@ -29,7 +29,7 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    encode_rows,
+    round_rows,
     states_of,
     store_rows,
     tokens_of,
@@ -324,12 +324,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         # --- bring the matrix forward, and round it
         if (stop < end) | (stop <= final):
             matrix_VK = _advance(matrix_VK, rounded_VJ, keys_JK, fade, COLUMNS, FULL)
-            rounded_VK, new_scale_V = encode_rows(matrix_VK, MAX_CODE, codes.dtype.element_ty)
-            if stop == final:
-                tl.store(codes_VK, rounded_VK, mask=keep_VK)
-                if MAX_CODE > 0:
-                    tl.store(scales_V, new_scale_V, mask=keep_V)
-            matrix_VK = decode_rows(rounded_VK, new_scale_V, MAX_CODE)
+            matrix_VK = round_rows(matrix_VK, codes_VK, scales_V, keep_VK, keep_V, stop == final, MAX_CODE)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
