@@ -65,9 +65,9 @@ def weight_bytes(made: Served, tokens: int) -> float:
     total = float(made.streamed_bytes())
     for module in model.modules():
         for matrix in expert_matrices(module).values():
-            # Each token chooses other experts, all as likely.
-            share = module.config.num_experts_per_tok / len(matrix)
-            total -= matrix.nbytes * (1 - share) ** tokens
+            # Each token chooses other experts, all as likely; a shared one that lies with them is always read.
+            chosen, count = module.config.num_experts_per_tok, module.config.num_experts
+            total -= matrix[:count].nbytes * (1 - chosen / count) ** tokens
     return total
 
 
