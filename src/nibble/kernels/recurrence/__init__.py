@@ -92,7 +92,14 @@ def causal_conv(
     if _has_kernels(batch, x_TC):
         from nibble.kernels.recurrence import conv
 
-        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        parts = batch.parts()
+        if parts is None:
+            return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        # A program for each tile of the longest prompt, for each request, would mostly find nothing to do.
+        many, ones = parts
+        rows, out_TC = slice(batch.num_rows), x_TC.new_empty(x_TC.shape)
+        conv.causal_conv(x_TC[rows], weight_CW, bias_C, activation, state, many, out=out_TC[rows])
+        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, ones, out=out_TC)
     return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, _on_host(x_TC, batch))
 
 
@@ -146,9 +153,8 @@ def recurrence(
             f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
         )
     if _has_kernels(batch, v_THV):
-        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-        o_THV: Tensor = _matrix_rule(*inputs).recurrence(*inputs, delta=delta)
-        return o_THV
+        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH)
+        return _by_kernels(inputs, state, batch, delta=delta)
     host = _on_host(v_THV, batch)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
 
@@ -239,15 +245,27 @@ def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[Stat
     return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
 
 
-def _matrix_rule(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    log_decay: Tensor,
-    beta_TH: Tensor | None,
-    state: LayerState,
-    batch: StateMetadata,
-) -> ModuleType:
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values, log decays and learning rates."""
+
+
+def _by_kernels(inputs: _Inputs, state: LayerState, batch: StateMetadata, *, delta: bool) -> Tensor:
+    """Compute a step: decodes beside prompts by the kernel of decode steps."""
+    parts, v_THV = batch.parts(), inputs[2]
+    if parts is None:
+        o_THV: Tensor = _matrix_rule(inputs, state, batch).recurrence(*inputs, state, batch, delta=delta)
+        return o_THV
+    many, ones = parts
+    rows, o_THV = slice(batch.num_rows), v_THV.new_empty(v_THV.shape)
+    q_TGK, k_TGK, _, log_decay, beta_TH = inputs
+    first = q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay[rows], None if beta_TH is None else beta_TH[rows]
+    _matrix_rule(first, state, many).recurrence(*first, state, many, delta=delta, out=o_THV[rows])
+    # Of these requests, rows are counted from the step's first.
+    _matrix_rule(inputs, state, ones).recurrence(*inputs, state, ones, delta=delta, out=o_THV)
+    return o_THV
+
+
+def _matrix_rule(inputs: _Inputs, state: LayerState, batch: StateMetadata) -> ModuleType:
     """Return the kernels of a step: where results are to be invariant, the same for all steps."""
     from nibble.kernels.recurrence import decode, prompt
     from nibble.kernels.recurrence import triton as any_cut
@@ -256,8 +274,7 @@ def _matrix_rule(
         return any_cut
     if any_cut.is_one_token(batch):
         return decode
-    inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-    return prompt if prompt.serves(*inputs) else any_cut
+    return prompt if prompt.serves(*inputs, state, batch) else any_cut
 
 
 def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:

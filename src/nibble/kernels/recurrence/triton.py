@@ -340,12 +340,13 @@ def recurrence(
     batch: StateMetadata,
     *,
     delta: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Update matrices by keys and values, and read them by queries -> [T, H, V]; see the package."""
+    """Update matrices by keys and values, and read them by queries -> [T, H, V], in `out` if given; see the package."""
     requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
     if not requests or not tokens:
         return torch.zeros_like(v_THV)
-    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device) if out is None else out
     q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
     columns = k_TGK.shape[2]
     codes, scales = state.planes[0], state.planes[1] if len(state.planes) > 1 else None
