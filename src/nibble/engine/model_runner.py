@@ -33,7 +33,7 @@ from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
 from nibble.kernels import cdiv
-from nibble.kernels.recurrence.types import StateMetadata
+from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -462,6 +462,7 @@ class _StateRows:
     def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
         lengths = [item.num_tokens for item in scheduled]
         self._max_length = max(lengths)
+        self._ones = ones_behind(lengths)
         self._slots = packed.add(_state_slot(item) for item in scheduled)
         self._starts = packed.add(item.start for item in scheduled)
         self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
@@ -476,7 +477,7 @@ class _StateRows:
         )
         settled_B = None if self._settled is None else sent[self._settled].int()
         return StateMetadata(
-            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
+            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, None, invariant, *self._ones
         )
 
 

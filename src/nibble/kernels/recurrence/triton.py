@@ -29,7 +29,7 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    encode_rows,
+    round_rows,
     states_of,
     store_rows,
     tokens_of,
@@ -325,12 +325,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         # --- bring the matrix forward, and round it
         if (stop < end) | (stop <= final):
             matrix_VK = _advance(matrix_VK, rounded_VJ, keys_JK, fade, COLUMNS, FULL)
-            rounded_VK, new_scale_V = encode_rows(matrix_VK, MAX_CODE, codes.dtype.element_ty)
-            if stop == final:
-                tl.store(codes_VK, rounded_VK, mask=keep_VK)
-                if MAX_CODE > 0:
-                    tl.store(scales_V, new_scale_V, mask=keep_V)
-            matrix_VK = decode_rows(rounded_VK, new_scale_V, MAX_CODE)
+            matrix_VK = round_rows(matrix_VK, codes_VK, scales_V, keep_VK, keep_V, stop == final, MAX_CODE)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -346,12 +341,13 @@ def recurrence(
     batch: StateMetadata,
     *,
     delta: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Update matrices by keys and values, and read them by queries -> [T, H, V]; see the package."""
+    """Update matrices by keys and values, and read them by queries -> [T, H, V], in `out` if given; see the package."""
     requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
     if not requests or not tokens:
         return torch.zeros_like(v_THV)
-    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device) if out is None else out
     q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
     columns = k_TGK.shape[2]
     codes, scales = state.planes[0], state.planes[1] if len(state.planes) > 1 else None
