@@ -193,9 +193,9 @@ def macros(use: Use) -> dict[str, int]:
 
 @cache
 def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(SOURCE, arch, dict(settings)), SOURCE.stem, shared)
+    return Kernel(code_of(SOURCE, arch, dict(settings)), SOURCE.stem, shared)
 
 
 def few_product(
