@@ -187,6 +187,9 @@ def build(
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         compile_cache.use_cache_folder()
+        if config.compile:
+            with startup.part("compiler"):
+                compile_cache.warm_compiler()
     model, scales = _load(parts, startup, meter)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

@@ -54,6 +54,19 @@ def use_cache_folder() -> None:
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
 
 
+def warm_compiler() -> None:
+    """Import torch's compiler, and begin to start the processes in which it compiles kernels, which takes seconds.
+
+    What it compiles before they are ready it compiles in this one, kernel after kernel.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor import async_compile
+
+    # A version of torch may start them by itself.
+    if start := getattr(async_compile, "maybe_warm_pool", None):
+        start()
+
+
 def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
     """Return the compiled function in a file; None where there is none that serves.
 
