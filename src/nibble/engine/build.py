@@ -180,7 +180,9 @@ def build(
     """
     # It begins before the model is loaded, so that there is something to measure.
     meter = LoadMeter()
-    parts, startup = plan_parts(config, calibrate), StartupReport()
+    startup = StartupReport()
+    with startup.part("plan"):
+        parts = plan_parts(config, calibrate)
     engine_plan = parts.plan
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
