@@ -62,7 +62,7 @@ def mark_of(runner: ModelRunner, budget: MemoryPlan) -> Path:
     digest = hashlib.sha256()
     plan = runner.plan
     facts = (
-        compile_cache.path_of(runner.model, {}).name, plan.fingerprint, repr(plan.routes), plan.page_size,
+        compile_cache.path_of(runner.model, {}).name, plan.fingerprint, repr(list(plan.routes)), plan.page_size,
         budget.max_decodes, budget.step_tokens, nibble.__version__,
     )  # fmt: skip
     digest.update(repr(facts).encode())
