@@ -48,13 +48,13 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
 def rehearse_decodes(runner: ModelRunner, sizes: Iterable[int]) -> None:
     """Go through decode steps of some of these sizes: of powers of two, and the largest."""
     sizes = sorted(sizes)
-    chosen = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+    powers = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
     def run_once(run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
 
-    Graphs(chosen, runner.device, run_once).record(runner._decode)
+    Graphs(powers, runner.device, run_once).record(runner._decode)
 
 
 def mark_of(runner: ModelRunner, budget: MemoryPlan) -> Path:

@@ -47,6 +47,7 @@ from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT, Phase
+from nibble.models import compile_cache
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
@@ -122,6 +123,8 @@ def warm_up(
             ahead.finish()
     if mark:
         rehearsal.leave_mark(mark)
+        # Only a first start adds much.
+        compile_cache.limit_cache_folder()
     check_memory(budget, torch.cuda.mem_get_info()[0])
 
 
