@@ -10,7 +10,8 @@ R rows of the page tables, one for each open lease and one for padding, S rows w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
@@ -199,6 +200,15 @@ class ModelRunner:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run the model as it is written."""
+        run, self._run = self._run, plain(self.model)
+        try:
+            yield
+        finally:
+            self._run = run
 
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
