@@ -159,7 +159,8 @@ def _rehearse(
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
         steps.append(partial(_run_drafts, runner, max_tokens))
-    steps.append(partial(rehearsal.rehearse_decodes, runner, graph_sizes(budget.max_decodes)))
+    sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
+    steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
     # Models of --deterministic run other operators than they are written with.
     rehearsal.rehearse(runner, [*tests, *([] if config.deterministic else steps)])
     return mark

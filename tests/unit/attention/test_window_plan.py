@@ -10,9 +10,9 @@ import pytest
 from nibble.attention.backends import all_backends
 from nibble.attention.planner.explain import as_dict, as_text
 from nibble.attention.planner.plan import GroupPlan, cuda_graph_blocker
-from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo
+from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.config import Config
 from nibble.errors import Unsupported
 from nibble.hardware import GIB, Hardware, lookup_gpu
