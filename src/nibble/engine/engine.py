@@ -8,6 +8,7 @@ takes effect one step late.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -39,6 +40,8 @@ from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
 from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
+
+log = logging.getLogger("nibble.start")
 
 CLOSED = "the LLM was closed before this answer ended"
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
@@ -110,10 +113,13 @@ class StartupReport:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure the time of a part."""
+        """Measure the time of a part, and log its begin (DEBUG) and end."""
+        log.debug("begin %s", name, extra={"facts": {"part": name}})
         start = perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+        seconds = perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        log.info("start", extra={"facts": {"part": name, "seconds": round(seconds, 2)}})
 
     @property
     def summary(self) -> str:

@@ -15,7 +15,8 @@ L rows of a request in a recorded step with drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -246,6 +247,15 @@ class ModelRunner:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run the model as it is written."""
+        run, self._run = self._run, plain(self.model)
+        try:
+            yield
+        finally:
+            self._run = run
 
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nibble.engine.page_tables import PackedInts
 from nibble.engine.request import ScheduledRequest
 from nibble.kernels import cdiv
-from nibble.kernels.recurrence.types import StateMetadata
+from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 
 ON_DEVICE = -1
 """The id of a token whose value only the device knows: the step before samples it."""
@@ -144,6 +144,7 @@ class StateRows:
         """Add the numbers of requests."""
         lengths = [item.num_tokens for item in scheduled]
         self._max_length = max(lengths)
+        self._ones = ones_behind(lengths)
         self._slots = packed.add(_state_slot(item) for item in scheduled)
         self._starts = packed.add(item.start for item in scheduled)
         self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
@@ -158,5 +159,5 @@ class StateRows:
         )
         settled_B = None if self._settled is None else sent[self._settled].int()
         return StateMetadata(
-            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
+            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, None, invariant, *self._ones
         )

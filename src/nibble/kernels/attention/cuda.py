@@ -17,7 +17,7 @@ from nibble.kernels import GPU, HEAD_DIMS, SM90, cdiv, gpu_of
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
-from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
+from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, code_of
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SOURCE = Path(__file__).with_name("decode.cu")
@@ -176,7 +176,7 @@ def variant_of(
 
 @cache
 def _kernel(variant: Variant, arch: int, device: int) -> Kernel:
-    return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
+    return Kernel(code_of(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
 
 
 class Decode:
@@ -363,7 +363,7 @@ class FixedDecode:
 
 @cache
 def _fixed_kernel(variant: Variant, size: int, arch: int, device: int) -> Kernel:
-    code = cubin(FIXED_SOURCE, arch, variant.macros | {"SPLIT": size})
+    code = code_of(FIXED_SOURCE, arch, variant.macros | {"SPLIT": size})
     return Kernel(code, "decode_fixed", variant.shared_bytes(MAX_BATCH))
 
 
