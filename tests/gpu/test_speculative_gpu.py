@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_hybrids import greedy, save_hybrid, worst_gap
 from nibble import LLM, SamplingParams
 from nibble.engine.request import Batch, Completion, Request, ScheduledRequest
 from nibble.kernels import nvrtc
@@ -217,3 +218,26 @@ def test_lookup_and_a_model_that_drafts() -> None:
             with opened("demo", "nvfp4", speculative=drafter, graphs=graphs) as llm:
                 compare(answers(llm, asked, params), expected, ROUNDING)
                 print(llm.speculation.summary)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_recurrent_states(tmp_path: Path) -> None:
+    """Rows that pad a request are no part of its states, and drafts that are taken back leave nothing there."""
+    unmodified = save_hybrid(tmp_path, "qwen3_next", "cuda", all_experts=True)
+    asked = [unmodified.ids[:length] for length in (17, 40, 97, 128, 290)]
+    options = {"kv_format": "bf16", "kv_scales": "one", "kv_transforms": "none", "kv_memory": "128MiB",
+               "max_running": 8, "max_context": 1024, "compile": False}  # fmt: skip
+    with LLM(str(tmp_path), device="cuda", **options) as plain:
+        expected, _ = greedy(plain, asked, 48)
+    known = {tuple(prompt): answer for prompt, answer in zip(asked, expected, strict=True)}
+    with (
+        oracle(known, 0.2, vocab=2048, most=7) as name,
+        LLM(str(tmp_path), device="cuda", speculative=name, **options) as llm,
+    ):
+        with replays(llm) as sizes:
+            found, _ = greedy(llm, asked, 48)
+        gap = worst_gap(llm, asked, found)
+        print(f"{gap:.2f} deviations below the best; {llm.speculation.summary}")  # type: ignore[union-attr]
+        counts = llm.speculation.counts  # type: ignore[union-attr]
+        assert gap < 0.5 and counts.accepted > 0.3 * counts.drafted
+        assert sum(isinstance(size, tuple) for size in sizes) > 5
