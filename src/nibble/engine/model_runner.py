@@ -566,14 +566,14 @@ class ModelRunner:
         slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
         ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=self.device)
 
-        def beside(padding_B: Tensor, own_B: Tensor) -> Tensor:
+        def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
             return torch.stack((padding_B, own_B), 1).flatten().int()
 
         none_B = torch.zeros_like(starts_B)
-        cu_seqlens = nn.functional.pad(beside(ends_B - inputs.new_B, ends_B), (1, 0))
+        cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
         return StateMetadata(
-            beside(none_B - 1, slots_B), beside(none_B, starts_B), cu_seqlens, length,
-            beside(none_B, settled_B), invariant=self.states.invariant,
+            interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
+            interleaved(none_B, settled_B), invariant=self.states.invariant,
         )  # fmt: skip
 
     def _split_points(self, size: int) -> tuple[int, ...]:
