@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
 from nibble.models.linear import QuantizedLinear, quantized_layers
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
+from nibble.models.recurrent import own_forwards
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 LLAMA3_ROPE = {
@@ -329,6 +330,10 @@ def _queries(model: nn.Module) -> str:
 def reference(model: Any, prompt: list[int]) -> Tensor:
     """Logits [T, V] of the unmodified model, with torch's own attention or the family's."""
     model.set_attn_implementation(OWN_ATTENTION.get(model.config.model_type, "sdpa"))
-    logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
+    with ExitStack() as patches:
+        # Recurrent layers in torch: kernels of other packages are tuned at their first call, for a minute.
+        for module, forward in own_forwards(model).items():
+            patches.enter_context(mock.patch.object(module, "forward", forward))
+        logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
     model.set_attn_implementation(hook.NAME)
     return logits.float().cpu()
