@@ -165,9 +165,9 @@ def heads_of(heads: int, key_heads: int) -> int:
 
 @cache
 def _kernel(source: str, arch: int, device: int, shared: int, macros: tuple[tuple[str, int], ...]) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(Path(__file__).with_name(f"{source}.cu"), arch, dict(macros)), source, shared)
+    return Kernel(code_of(Path(__file__).with_name(f"{source}.cu"), arch, dict(macros)), source, shared)
 
 
 def recurrence(

@@ -40,6 +40,7 @@ ROWS = 64
 """Rows of a matrix in a program: those of the tensor cores' tile."""
 LONG_ROW = 128
 """Columns of a matrix above which more threads share it."""
+WARPS, LONG_ROW_WARPS = 4, 8
 
 
 @triton.jit
@@ -360,13 +361,23 @@ def recurrence(
         state.keys_SPGK.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0),
         H=heads, G=k_TGK.shape[1], V=dim, K=columns, P=state.keys_SPGK.shape[1], VW=ROWS,
         KW=max(MMA_ROWS, next_power_of_2(columns)), MAX_CODE=state_formats.state_format(state.format).max_code,
-        COLUMNS=log_decay.dim() == 3, DELTA=delta, FULL=state.keys_SPGK.dtype != torch.bfloat16, ONE=one,
-        PDL=bool(pdl), num_warps=4 if columns <= LONG_ROW else 8, num_stages=1, **pdl,
+        COLUMNS=log_decay.dim() == 3, DELTA=delta, FULL=has_full_products(state), ONE=one,
+        PDL=bool(pdl), num_warps=_warps(columns, has_full_products(state)), num_stages=1, **pdl,
     )  # fmt: skip
     if not one:
         store_rows(k_TGK, state.keys_SPGK, batch)
         store_rows(sums_TX, state.decays, batch)
     return out_THV
+
+
+def _warps(columns: int, has_full_products: bool) -> int:
+    # What Triton 3.6 makes of products of TF32 for two warp groups reads what is not there.
+    return LONG_ROW_WARPS if columns > LONG_ROW and not has_full_products else WARPS
+
+
+def has_full_products(state: LayerState) -> bool:
+    """Return whether factors of products count with all bits of float32."""
+    return state.keys_SPGK.dtype != torch.bfloat16
 
 
 def is_one_token(batch: StateMetadata) -> bool:
@@ -404,6 +415,6 @@ def block_weights(
         batch.cu_seqlens_B1, q_TGK.stride(0), k_TGK.stride(0), log_decay.stride(0), state.keys_SPGK.stride(0),
         state.decays.stride(0), H=heads, G=key_heads, K=columns, P=state.keys_SPGK.shape[1],
         KW=max(MMA_ROWS, next_power_of_2(columns)), COLUMNS=log_decay.dim() == 3, DELTA=delta,
-        FULL=state.keys_SPGK.dtype != torch.bfloat16, PDL=bool(pdl), num_warps=4, num_stages=1, **pdl,
+        FULL=has_full_products(state), PDL=bool(pdl), num_warps=4, num_stages=1, **pdl,
     )  # fmt: skip
     return sums_TX, weights_NH

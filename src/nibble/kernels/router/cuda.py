@@ -87,9 +87,9 @@ def macros(shape: Shape) -> dict[str, int]:
 
 @cache
 def _kernel(name: str, arch: int, device: int, shape: Shape) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(SOURCE, arch, macros(shape)), name, 0)
+    return Kernel(code_of(SOURCE, arch, macros(shape)), name, 0)
 
 
 def route(
