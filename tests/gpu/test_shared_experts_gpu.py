@@ -85,7 +85,7 @@ def test_a_layer_of_published_widths_is_not_refused(tmp_path: Path) -> None:
     """512 experts, of which few stand for all where a start compares layers with the family's own code."""
     config = AutoConfig.for_model(
         "qwen3_next", vocab_size=512, hidden_size=2048, num_experts=512, num_experts_per_tok=10,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        moe_intermediate_size=128, shared_expert_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
         layer_types=["linear_attention", "full_attention"], max_position_embeddings=1024,
     )  # fmt: skip
