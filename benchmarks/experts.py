@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -298,7 +297,12 @@ def compile_variants(block: nn.Module, tokens: int) -> None:
             is_second, one = name == "down_proj", tokens == 1
             own = tile or cuda.tile_of(matrices, tokens, tokens * top_k, is_second=is_second)
             use = cuda.Use(
-                matrices.format, matrices.shape[1:], own, "" if is_second else gate, one, top_k if is_second and one else 0
+                matrices.format,
+                matrices.shape[1:],
+                own,
+                "" if is_second else gate,
+                one,
+                top_k if is_second and one else 0,
             )
             settings.add(tuple(cuda.macros(use).items()))
     arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]

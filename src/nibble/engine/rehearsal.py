@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,8 +45,10 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
     torch.cuda.empty_cache()
 
 
-def rehearse_decodes(runner: ModelRunner, sizes: Iterable[int]) -> None:
-    """Go through decode steps of some of these sizes: of powers of two, and the largest."""
+def rehearse_graphs(
+    runner: ModelRunner, sizes: Iterable[int], verify_sizes: Sequence[tuple[int, int]]
+) -> None:
+    """Go through steps that will be recorded: decode steps of powers of two and the largest, those with drafts."""
     sizes = sorted(sizes)
     powers = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
@@ -54,7 +56,7 @@ def rehearse_decodes(runner: ModelRunner, sizes: Iterable[int]) -> None:
         run()
         return run
 
-    Graphs(powers, runner.device, run_once).record(runner._decode)
+    Graphs(powers, runner.device, run_once, verify_sizes).record(runner._decode, runner._verify)
 
 
 def mark_of(runner: ModelRunner, budget: MemoryPlan) -> Path:

@@ -25,7 +25,14 @@ from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.layer import AttentionBackend, StepContext, attention
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
-from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
+from nibble.attention.planner.plan import (
+    GroupPlan,
+    Plan,
+    Route,
+    cuda_graph_blocker,
+    graph_sizes,
+)
+from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
@@ -152,20 +159,24 @@ def _rehearse(
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
         steps.append(partial(_run_drafts, runner, max_tokens))
-    steps.append(partial(rehearsal.rehearse_decodes, runner, graph_sizes(budget.max_decodes)))
+    sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
+    steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
     # Models of --deterministic run other operators than they are written with.
     rehearsal.rehearse(runner, [*tests, *([] if config.deterministic else steps)])
     return mark
 
 
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
-    """Record decode steps, or run them over the same buffers where the config excludes graphs."""
+    """Record decode steps and those with drafts, or run them over the same buffers where the config excludes graphs."""
     reason = cuda_graph_blocker(runner.plan)
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
         record = CudaGraphs() if config.graphs else live
-        runner.record(Graphs(graph_sizes(budget.max_decodes), runner.device, record))
+        sizes = graph_sizes(budget.max_decodes)
+        runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
+        if config.drafts and not budget.verify_sizes and (why := verify_graph_blocker(runner.plan)):
+            startup.notes.append(why)
     elif config.graphs:
         startup.notes.append(reason)
 
@@ -468,7 +479,7 @@ class _GroupTest:
 
     def _near_name(self, phase: Phase) -> str:
         """Return who reads near tokens."""
-        if self.near_kernel and phase is not Phase.VERIFY:
+        if self.near_kernel:
             return "the kernel for near tokens"
         return str(self.plan.near_route(self.layer, phase))
 

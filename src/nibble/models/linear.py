@@ -38,6 +38,7 @@ from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import Quantization
 from nibble.models.routers import serve_routers
+from nibble.models.shared_experts import join_shared_experts
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 PACKED_FOR = 8
@@ -454,6 +455,7 @@ def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
         merge_and_tune_linears(model)
         serve_experts(model)
         serve_routers(model)
+        join_shared_experts(model)
     if is_packed:
         prepare_quantized(model)
 
