@@ -29,7 +29,8 @@ from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
-from nibble.models.linear import QuantizedLinear, quantized_layers
+from nibble.models.linear import QuantizedLinear, compile_ahead, quantized_layers
+from nibble.models.pack import Packer
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
 from nibble.models.recurrent import own_forwards
 from nibble.models.weight_bytes import ALWAYS_PLAIN
@@ -203,6 +204,10 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         quantization = parse(entry) if is_packed else None
         inputs = Activations.NONE if not weights or activations == FULL else KINDS[weights].activations
         linears = handling is Handling.PACKED
+        if quantization and linears:
+            # As loading from files does.
+            packer = Packer(device, getattr(torch, dtype), AUTO if inputs is not Activations.NONE else FULL)
+            compile_ahead(config, quantization, packer)
         model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])

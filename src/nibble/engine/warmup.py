@@ -102,7 +102,7 @@ def warm_up(
         CapacityError: the memory does not suffice.
     """
     tests = list(_tests(runner)) if test else []
-    with explain_out_of_memory(budget):
+    with explain_out_of_memory(budget), ahead.abandoned_on_error():
         mark = None
         if runner.device.type == "cuda":
             with startup.part("rehearsal"):
@@ -153,7 +153,7 @@ def _rehearse(
     tests: Sequence[Callable[[], None]],
 ) -> Path | None:
     """Begin to compile the kernels of a start; return the file that says so, None where it says so already."""
-    mark = rehearsal.mark_of(runner, budget)
+    mark = rehearsal.mark_of(runner, budget, bool(tests), bool(config.drafts))
     if mark.exists():
         return None
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
