@@ -29,8 +29,9 @@ from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.page_tables import PackedInts, PageTables
+from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.request import Batch, ScheduledRequest
+from nibble.engine.step_numbers import Followers, PhaseGroup, StateRows, StepNumbers
 from nibble.errors import BackendError
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata
@@ -68,6 +69,8 @@ class Graphs:
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
         self._record = record
+        self.is_captured = record is not live
+        """Whether steps are recorded, and not computed each time."""
         self._replays: dict[int, Callable[[], None]] = {}
 
     def store_logits(self, logits_BV: Tensor) -> None:
@@ -154,6 +157,7 @@ class ModelRunner:
         tier: the pool's, where a host tier holds what it has no room for.
         exact: the newest tokens in the compute dtype, with an exact window.
         states: slots of recurrent states, where layers have any.
+        followers: the other ranks, where layers are divided among GPUs.
     """
 
     model: nn.Module
@@ -165,6 +169,8 @@ class ModelRunner:
     tier: HotBuffers | None = None
     exact: ExactCache | None = None
     states: StatePool | None = None
+    followers: Followers | None = None
+    """The other ranks, where layers are divided among GPUs."""
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
@@ -189,33 +195,44 @@ class ModelRunner:
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
-        if self.states:
-            self._copy_states(scheduled, self.states)
         if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
-            logits = self._replay(scheduled, self.graphs, probe)
+            numbers = self._replay_numbers(scheduled, self.graphs)
         else:
-            logits = self._step(scheduled, every, probe)
+            numbers = self._step_numbers(scheduled, every)
+        if self.followers:
+            self.followers.compute(numbers)
+        logits = self.compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
 
     @torch.inference_mode()
+    def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
+        """Compute a step of which all numbers are known; see forward()."""
+        if self.states:
+            self.states.copy(list(numbers.state_copies))
+        if numbers.replay_size:
+            assert self.graphs is not None
+            return self._replay(numbers, self.graphs, probe)
+        return self._step(numbers, probe)
+
+    @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
+        if self.followers:
+            self.followers.store_sampled(tokens_S)
         assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
 
     # Any step
 
-    def _step(
-        self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
-    ) -> Tensor:
+    def _step_numbers(self, scheduled: Sequence[ScheduledRequest], every: bool) -> StepNumbers:
         rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
         logit_rows = list(range(len(token_ids))) if every else _logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
-        slices = (
+        inputs = (
             packed.add(self._pad_rows(token_ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(token_rows)),
@@ -228,30 +245,38 @@ class ModelRunner:
             _unkept(scheduled, self.plan.page_size) if self.exact else [],
         )
         skipped = packed.add(unwritten), packed.add(unkept)
-        state_rows = _StateRows(scheduled, packed) if self.states else None
+        state_rows = StateRows(scheduled, packed) if self.states else None
         # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
         groups = [
-            _PhaseGroup(tuple(pairs), packed)
+            PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
-        sent = self._send(packed, scheduled)
-        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
-        if ON_DEVICE in token_ids:
+        return StepNumbers(
+            packed, inputs, len(token_ids), len(logit_rows), self._pack_updates(packed, scheduled),
+            ON_DEVICE in token_ids, 0, skipped, state_rows, groups, self._take_state_copies(scheduled),
+        )  # fmt: skip
+
+    def _step(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
+        sent = self._send(numbers)
+        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (
+            sent[part] for part in numbers.inputs
+        )
+        if numbers.takes_sampled:
             # A negative id stands for the token that the step before has sampled for this row.
             token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
-        count = len(token_ids)
-        meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
+        count, state_rows = numbers.num_tokens, numbers.state_rows
+        meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
-        return logits[: len(logit_rows)]
+        return logits[: numbers.num_logits]
 
     def _metadata(
         self,
         sent: Tensor,
-        groups: Sequence[_PhaseGroup],
+        groups: Sequence[PhaseGroup],
         rows_T: Tensor,
         positions_T: Tensor,
         unwritten: slice,
@@ -316,24 +341,20 @@ class ModelRunner:
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
 
-    def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
-        places, pages = map(packed.add, self.tables.take_updates())
-        slot_rows, slots = map(packed.add, self.tables.take_slots())
-        exact_updates = self.tables.exact.add_updates(packed) if self.tables.exact else None
-        tier_updates = None
+    def _pack_updates(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> SentUpdates:
+        """Add what the device does not know of page tables and tier, each once."""
+        tier = None
         if self.tier:
             leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
-            tier_updates = self.tier.take_updates(packed.add, leases)
-        sent = packed.send(self.device)
-        if places.start < places.stop:
-            self.tables.apply(sent[places], sent[pages].int())
-        if self.tables.slots_R is not None and slots.start < slots.stop:
-            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots].int())
-        if self.tables.exact and exact_updates:
-            self.tables.exact.apply(sent, exact_updates)
-        if self.tier and tier_updates:
-            self.tier.apply_updates(sent, tier_updates)
+            tier = self.tier.take_updates(packed.add, leases)
+        return self.tables.pack_updates(packed, tier)
+
+    def _send(self, numbers: StepNumbers) -> Tensor:
+        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
+        sent = numbers.ints.send(self.device)
+        self.tables.apply_updates(sent, numbers.updates)
+        if self.tier and numbers.updates.tier:
+            self.tier.apply_updates(sent, numbers.updates.tier)
         return sent
 
     def _context(
@@ -357,23 +378,26 @@ class ModelRunner:
 
     # Recurrent states
 
-    def _copy_states(self, scheduled: Sequence[ScheduledRequest], states: StatePool) -> None:
-        """Make the copies of slots that come before a step, each once."""
+    def _take_state_copies(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """Return the copies of slots that come before a step, each once."""
+        if not self.states:
+            return []
         leases = [item.request.lease for item in scheduled]
-        states.copy([pair for lease in leases for pair in lease.state_copies])
+        copies = [pair for lease in leases for pair in lease.state_copies]
         for lease in leases:
             lease.state_copies = []
+        return copies
 
     # Steps of decodes alone
 
     def record(self, graphs: Graphs) -> None:
         """Record a decode step of each size; from now on decode steps are replayed."""
+        if self.followers:
+            self.followers.record(graphs.sizes, captured=graphs.is_captured)
         graphs.record(self._decode)
         self.graphs = graphs
 
-    def _replay(
-        self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, probe: AttentionObserver | None
-    ) -> Tensor:
+    def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], graphs: Graphs) -> StepNumbers:
         # The smallest step with room for all requests.
         size = next(size for size in graphs.sizes if size >= len(scheduled))
         padding = size - len(scheduled)
@@ -386,9 +410,19 @@ class ModelRunner:
                 *_token_ids(scheduled), *[0] * padding,
             )
         )  # fmt: skip
-        sent = self._send(packed, scheduled)
+        count, updates = len(scheduled), self._pack_updates(packed, scheduled)
+        copies = self._take_state_copies(scheduled)
+        return StepNumbers(packed, (inputs,), count, count, updates, replay_size=size, state_copies=copies)
+
+    def _replay(self, numbers: StepNumbers, graphs: Graphs, probe: AttentionObserver | None) -> Tensor:
+        sent, size, count, (inputs,) = (
+            self._send(numbers),
+            numbers.replay_size,
+            numbers.num_logits,
+            numbers.inputs,
+        )
         # A decode always samples, so these are the first rows, without padding.
-        self._sampled_rows_S = sent[inputs][: len(scheduled)]
+        self._sampled_rows_S = sent[inputs][:count]
         # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
@@ -396,7 +430,7 @@ class ModelRunner:
             self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
-        return graphs.logits[: len(scheduled)]
+        return graphs.logits[:count]
 
     @torch.inference_mode()
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
@@ -441,49 +475,6 @@ class ModelRunner:
         # attends while the rest is fetched.
         half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
-
-
-class _PhaseGroup:
-    """What is scheduled of one phase, and where its numbers lie in the packed integers."""
-
-    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
-        scheduled = [item for item, _ in pairs]
-        self.phase = scheduled[0].phase
-        self.query_lens = tuple(item.num_tokens for item in scheduled)
-        self.seq_lens = tuple(item.end for item in scheduled)
-        self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
-        self.seq_lens_at = packed.add(self.seq_lens)
-        self.rows = packed.add(row for _, row in pairs)
-
-
-class _StateRows:
-    """Where the numbers of a step's recurrent states lie in the packed integers."""
-
-    def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
-        lengths = [item.num_tokens for item in scheduled]
-        self._max_length = max(lengths)
-        self._slots = packed.add(_state_slot(item) for item in scheduled)
-        self._starts = packed.add(item.start for item in scheduled)
-        self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
-        self._settled: slice | None = None
-        if any(item.drafts for item in scheduled):
-            self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
-
-    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
-        """Return the same on the device."""
-        slots_B, starts_B, cu_seqlens_B1 = (
-            sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
-        )
-        settled_B = None if self._settled is None else sent[self._settled].int()
-        return StateMetadata(
-            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
-        )
-
-
-def _state_slot(item: ScheduledRequest) -> int:
-    slot = item.request.lease.state_slot
-    assert slot is not None, "a lease has a slot of recurrent states from its first step on"
-    return slot
 
 
 def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
