@@ -199,13 +199,21 @@ class ModelRunner:
             numbers = self._replay_numbers(scheduled, self.graphs)
         else:
             numbers = self._step_numbers(scheduled, every)
-        if self.followers:
-            self.followers.compute(numbers)
-        logits = self.compute(numbers, probe)
+        logits = (
+            self._compute_with(self.followers, numbers) if self.followers else self.compute(numbers, probe)
+        )
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
+
+    def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
+        """Compute a step on all ranks."""
+        followers.compute(numbers)
+        try:
+            return self.compute(numbers)
+        except Exception as error:  # the others wait for what this rank does not send
+            raise followers.failed(error) from error
 
     @torch.inference_mode()
     def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:

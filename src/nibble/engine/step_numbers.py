@@ -55,6 +55,14 @@ class Followers(Protocol):
         """Let them store what was sampled."""
         ...
 
+    def run(self, name: str) -> None:
+        """Let them do something else, which this rank does next."""
+        ...
+
+    def failed(self, error: Exception) -> Exception:
+        """Return what a failure of this rank in a step comes from; no further step can be computed."""
+        ...
+
 
 class PhaseGroup:
     """What is scheduled of one phase, and where its numbers lie in the packed integers."""

@@ -94,12 +94,9 @@ def warm_up(
     with explain_out_of_memory(budget):
         with startup.part("self-test"):
             if test:
-                self_test(runner.plan, runner.pool, runner.backends, runner.exact)
-                if runner.tier:
-                    tier_test(runner.tier, runner.pool)
-                # On a CPU the definition itself serves.
-                if runner.states and runner.device.type != "cpu":
-                    state_test(runner.states, runner.plan.states, runner.plan.dtype)
+                if runner.followers:
+                    runner.followers.run("test")
+                test_pools(runner)
         if runner.device.type != "cuda":
             return
         with startup.part("compile"):
@@ -115,7 +112,19 @@ def warm_up(
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
             # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
+            if runner.followers:
+                runner.followers.run("check_memory")
     check_memory(budget, torch.cuda.mem_get_info()[0])
+
+
+def test_pools(runner: ModelRunner) -> None:
+    """Run the start-up test; raise BackendError where a kernel is wrong."""
+    self_test(runner.plan, runner.pool, runner.backends, runner.exact)
+    if runner.tier:
+        tier_test(runner.tier, runner.pool)
+    # On a CPU the definition itself serves.
+    if runner.states and runner.device.type != "cpu":
+        state_test(runner.states, runner.plan.states, runner.plan.dtype)
 
 
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:

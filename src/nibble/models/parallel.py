@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,10 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from nibble.errors import ConfigError
-from nibble.model_spec import LATENT
+from nibble.model_spec import LATENT, ModelSpec
 from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, adapt
-from nibble.models.observe import bare_skeleton, record_calls
+from nibble.models.observe import bare_skeleton, observe, record_calls
 from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
 VERIFIED = frozenset({
@@ -59,6 +59,20 @@ class Divided:
     config: PretrainedConfig
     replicated: tuple[str, ...]
     """In words."""
+    kv_heads: tuple[int, ...]
+    """KV heads of each layer of the whole model."""
+
+
+def observe_part(
+    config: PretrainedConfig, name: str, dtype: str, max_context: int | None, weights: str | None, size: int
+) -> ModelSpec:
+    """Return what the model of one rank needs of attention; see observe() and divide()."""
+    part = divide(config, size)
+    spec = observe(part.config, name, dtype, max_context, weights)
+    return replace(
+        spec, vocab_size=config.get_text_config().vocab_size, tp=size, kv_heads=part.kv_heads,
+        replicated=part.replicated,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +118,9 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
     whole = bare_skeleton(copy.deepcopy(config))
     calls = _calls(bare_skeleton(copy.deepcopy(config)))
     attempt = partial(_tried, config, whole, calls, size)
-    changes = dict(_changes(text, size))
+    changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(calls, text.num_hidden_layers)
     try:
-        return Divided(attempt(list(changes.values())), tuple(_indivisible(text, size)))
+        return Divided(attempt(list(changes.values())), tuple(_indivisible(text, size)), kv_heads)
     except _CannotDivideError:
         pass
     replicated, kept = list(_indivisible(text, size)), list[Change]()
@@ -116,7 +130,12 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
             kept.append(change)
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
-    return Divided(attempt(kept), tuple(replicated))
+    return Divided(attempt(kept), tuple(replicated), kv_heads)
+
+
+def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
+    heads = {call.layer: next(iter(call.streams.values())).shape[1] for call in calls}
+    return tuple(heads.get(layer, 0) for layer in range(layers))
 
 
 def _calls(model: Any) -> list[Call]:
@@ -262,7 +281,7 @@ def layout(whole: Any, part: Any) -> Layout:
 def _classify(
     models: tuple[Any, Any], path: str, leaf: str, shapes: Shapes, rows: list[str], experts: list[str]
 ) -> None:
-    """Note what the module of a parameter must do with its outputs; raise _CannotDivideError where that is not known."""
+    """Note what becomes of the outputs of a parameter's module; raise _CannotDivideError where that is not known."""
     whole, _ = models
     module, name = whole.get_submodule(path), f"{path}.{leaf}"
     dims = [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]

@@ -3,8 +3,8 @@
 On CPUs the sum is made from what all ranks have, in their order: a library's own would depend on where in a tensor a
 value lies, and an answer on the batch it came in.
 
-Symmetric memory is memory of each GPU that the others read: one launch adds up a decode step's few rows in the time that
-NCCL takes to begin. Multicast of NVLink is not used.
+Symmetric memory is memory of each GPU that the others read: one launch adds up a decode step's few rows in the time
+that NCCL takes to begin. Multicast of NVLink is not used.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class NcclCollectives:
         """Return the sum over all ranks."""
         x = x.contiguous()
         # The size is known as the launch is recorded, and the same on all ranks.
-        if self._shared is not None and x.dtype == torch.bfloat16 and 0 < x.nbytes <= ONE_SHOT_BYTES:
-            if x.nbytes % 16 == 0:
-                return self._one_shot(x)
+        is_small = 0 < x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0
+        if self._shared is not None and x.dtype == torch.bfloat16 and is_small:
+            return self._one_shot(x)
         return self._by_nccl(x)
 
     def _one_shot(self, x: Tensor) -> Tensor:
