@@ -74,7 +74,9 @@ class ThreadRanks(Ranks):
         self.meeting = Meeting(size)
         self.followers: dict[int, Follower] = {}
         self._queues: dict[int, queue.SimpleQueue[Any]] = {r: queue.SimpleQueue() for r in range(1, size)}
-        self._threads = [threading.Thread(target=self._follow, args=(r,), daemon=True) for r in range(1, size)]
+        self._threads = [
+            threading.Thread(target=self._follow, args=(r,), daemon=True) for r in range(1, size)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -138,7 +140,12 @@ def threads_as_ranks() -> Iterator[None]:
 
         return run
 
-    names = ((build, "load"), (build, "prepare_model"), (build.parallel, "divide"), (build.parallel, "Division"))
+    names = (
+        (build, "load"),
+        (build, "prepare_model"),
+        (build.parallel, "divide"),
+        (build.parallel, "Division"),
+    )
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(build, "Ranks", ThreadRanks))
         for owner, name in names:

@@ -187,6 +187,10 @@ def build(
     parts = plan_parts(config, calibrate)
     if config.tp == 1:
         return _build(parts, None, meter, poison=poison, test=test), parts.plan
+    if not parts.plan.hardware.is_cpu and config.tp > torch.cuda.device_count():
+        raise ConfigError(
+            f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
+        )
     ranks = Ranks(config.tp, parts.plan.hardware.device)
     try:
         return _build(parts, ranks, meter, poison=poison, test=test), parts.plan

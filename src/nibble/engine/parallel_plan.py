@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nibble.config import Config
 from nibble.errors import ConfigError
+from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
 from nibble.models.quantization import Handling, Weights
+
+COLLECTIVES = 768 << 20
+"""Bytes that NCCL and symmetric memory take of each GPU."""
+
+
+def of_rank(hardware: Hardware, size: int) -> Hardware:
+    """Return what one of `size` ranks has of the machine: a GPU, or its part of a CPU's memory."""
+    if size == 1:
+        return hardware
+    memory = hardware.memory // size if hardware.is_cpu else hardware.memory - COLLECTIVES
+    return replace(hardware, memory=memory, host=hardware.host and hardware.host // size)
 
 
 def check(config: Config, weights: Weights | None) -> None:

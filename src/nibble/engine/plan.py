@@ -122,6 +122,7 @@ def plan_cache(
     table = _backends(here)
     config, formats_note = _own_formats(pinned(config))
     hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
+    hardware = parallel_plan.of_rank(hardware, config.tp)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
     source, source_note = locate_config(config.model) if published else (config.model, "")

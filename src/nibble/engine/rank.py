@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -124,6 +125,11 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def run(arguments: Sequence[str]) -> None:
+    """Do what rank 0 sends; see the top of this file."""
+    connection, counts, rank, size = map(int, arguments)
+    main(Connection(connection), mmap.mmap(counts, COUNT.size * size), rank, size)
+
+
 if __name__ == "__main__":
-    _connection, _counts, _rank, _size = map(int, sys.argv[1:])
-    main(Connection(_connection), mmap.mmap(_counts, COUNT.size * _size), _rank, _size)
+    run(sys.argv[1:])

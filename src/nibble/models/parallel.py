@@ -31,7 +31,12 @@ from nibble.models.observe import bare_skeleton, observe, record_calls
 from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
 VERIFIED = frozenset({
-    "llama",
+    "afmoe", "apertus", "arcee", "axk1", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "kimi_linear", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+    "mistral4", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
 WIDTHS = (
@@ -420,7 +425,7 @@ class Division:
         self.shard = shard
         models = [bare_skeleton(copy.deepcopy(config)) for config in (whole, part)]
         self.layout = layout(*models)
-        self._splits = splits(*models, shard)
+        self.splits = splits(*models, shard)
 
     def tensors(self, stored: Mapping[str, Any], renaming: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the rank's parts of a checkpoint's tensors by name.
@@ -434,7 +439,7 @@ class Division:
     def _part(self, name: str, stored: Any, renaming: Mapping[str, str]) -> Any:
         for pattern, replacement in renaming.items():
             name = re.sub(pattern, replacement, name)
-        split = self._splits.get(name)
+        split = self.splits.get(name)
         if split is None:
             return stored
         if hasattr(

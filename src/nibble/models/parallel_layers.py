@@ -12,6 +12,8 @@ Shape suffixes: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,8 +22,6 @@ from torch import Tensor, nn
 from nibble.errors import ConfigError
 from nibble.kernels import collectives
 from nibble.kernels.collectives import Collectives
-from nibble.models import linear
-from nibble.models.experts import expert_matrices, has_packed_experts
 from nibble.models.linear import PackedLinear, QuantizedLinear
 from nibble.models.parallel import Layout
 from nibble.models.shards import Shard
@@ -68,23 +68,13 @@ class GatheredLinear(nn.Module):
         return collectives.all_gather(self.layer(x), self.group, self.size)
 
 
-class SummedExperts(nn.Module):
-    """Experts of whose inner width each rank has a part: outputs are summed."""
+def _summed_forward(own: Callable[..., Tensor], group: int) -> Callable[..., Tensor]:
+    """Return a forward() of experts of whose inner width each rank has a part: outputs are summed."""
 
-    def __init__(self, experts: nn.Module, group: int) -> None:
-        super().__init__()
-        self.experts, self.group = experts, group
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return collectives.all_reduce(own(self, *args, **kwargs), group)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the experts of all ranks compute together."""
-        return collectives.all_reduce(self.experts(*args, **kwargs), self.group)
-
-    def __getattr__(self, name: str) -> Any:
-        # Families read sizes of their experts.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("experts"), name)
+    return forward
 
 
 class DividedEmbedding(nn.Module):
@@ -140,7 +130,9 @@ def join(
             raise ConfigError(
                 "--deterministic with --tp is not served for experts: what they compute is summed over GPUs"
             )
-        model.set_submodule(name, SummedExperts(model.get_submodule(name), number))
+        experts = model.get_submodule(name)
+        # The module stays: families read sizes of it.
+        experts.forward = MethodType(_summed_forward(type(experts).forward, number), experts)
     if layout.is_vocabulary_divided:
         output, table = model.get_output_embeddings(), model.get_input_embeddings()
         model.set_input_embeddings(DividedEmbedding(table, shard, number))
@@ -175,11 +167,3 @@ def _by_outputs(layer: Any, name: str, shard: Shard, group: Collectives) -> nn.M
     if bias is not None:
         plain.bias = nn.Parameter(bias, requires_grad=False)
     return plain
-
-
-def has_experts(model: nn.Module) -> bool:
-    """Return whether a model has experts."""
-    return any(
-        expert_matrices(module) or has_packed_experts(module) or hasattr(module, linear.PACKED_EXPERTS)
-        for module in model.modules()
-    )
