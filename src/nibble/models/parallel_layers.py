@@ -84,7 +84,7 @@ class DividedEmbedding(nn.Module):
         super().__init__()
         self.table, self.group = table, group
         # No number: compiled code is that of any rank.
-        first = torch.tensor(shard.rank * table.num_embeddings, device=table.weight.device)
+        first = torch.tensor([shard.rank * table.num_embeddings], device=table.weight.device)
         self.register_buffer("first", first, persistent=False)
 
     @property
