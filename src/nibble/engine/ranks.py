@@ -42,7 +42,7 @@ PROGRAM = (sys.executable, "-m", "nibble.engine.rank")
 HANG_S, START_HANG_S = 60.0, 1800.0
 """How long a rank may not take up what it was sent, once the engine serves and before."""
 POLL_S = 0.05
-STOP_S = 5.0
+STOP_S, KILL_S = 5.0, 0.2
 """Given to a rank to end by itself."""
 EXPLAIN_S = 2.0
 """How long a failed collective waits for the reason."""
@@ -250,6 +250,9 @@ class Ranks:
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
+            # None is left as a zombie.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
         if self.here and self.device != "cpu":
             # Else a kernel that waits for the rank would wait for ever.
             with suppress(Exception):
