@@ -45,7 +45,7 @@ def ranks_of(llm: LLM) -> Ranks:
 
 
 def ended(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
+    return not Path(f"/proc/{pid}").exists()
 
 
 def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:

@@ -153,7 +153,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 @pytest.mark.parametrize("tp", [2, 4])
-def test_deterministic_ranks_store_and_answer_what_one_does(tp: int, options: dict[str, Any], qwen: Path) -> None:
+def test_deterministic_ranks_store_and_answer_what_one_does(
+    tp: int, options: dict[str, Any], qwen: Path
+) -> None:
     options = {**options, "deterministic": True, "kv_memory": "1MiB", "prefix_cache": False}
     with served(qwen, 1, **options) as llm:
         logits_TV, expected = long_prompt(llm, 1)

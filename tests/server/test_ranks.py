@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import pytest
+from test_process import LONG, engine_of, opened, reading, until
 
 from conftest import running, wait_ready  # type: ignore[attr-defined]
-from test_process import LONG, engine_of, opened, reading, until
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def test_a_rank_that_is_killed_ends_all_requests_at_once_and_the_server_is_ready
             assert time.monotonic() - killed < 3, "requests did not end"
             assert len(told) == STREAMS and all("rank 1 of 2 was killed by signal 9" in text for text in told)
             wait_ready(url)
-            assert not os.path.exists(f"/proc/{engine}") and not os.path.exists(f"/proc/{rank}")
+            assert not Path(f"/proc/{engine}").exists() and not Path(f"/proc/{rank}").exists()
             body = httpx.post(
                 f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
             )

@@ -13,7 +13,9 @@ from typing import Any
 from nibble.cli import peer_drafts
 from nibble.errors import ConfigError
 
-ONE_GPU = "GPUs of a host share each layer (--tp), or have a server each; a scheme of fewer bytes saves some, too"
+ONE_GPU = (
+    "GPUs of a host share each layer (--tp), or have a server each; a scheme of fewer bytes saves some, too"
+)
 PARALLEL = {
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size"), "pipeline parallelism is not served"

@@ -184,16 +184,19 @@ def build(
     """
     # It begins before the model is loaded, so that there is something to measure.
     meter = LoadMeter()
-    parts = plan_parts(config, calibrate)
+    startup = StartupReport()
+    with startup.part("plan"):
+        parts = plan_parts(config, calibrate)
+    build_parts = partial(_build, parts, startup, meter, poison=poison, test=test)
     if config.tp == 1:
-        return _build(parts, None, meter, poison=poison, test=test), parts.plan
+        return build_parts(None), parts.plan
     if not parts.plan.hardware.is_cpu and config.tp > torch.cuda.device_count():
         raise ConfigError(
             f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
         )
     ranks = Ranks(config.tp, parts.plan.hardware.device)
     try:
-        return _build(parts, ranks, meter, poison=poison, test=test), parts.plan
+        return build_parts(ranks), parts.plan
     except Exception as error:
         reason = ranks.explained(error)
         if reason is error:
@@ -205,14 +208,25 @@ def build(
             ranks.close()
 
 
-def _build(parts: EngineParts, ranks: Ranks | None, meter: LoadMeter, *, poison: bool, test: bool) -> Engine:
+def _build(
+    parts: EngineParts,
+    startup: StartupReport,
+    meter: LoadMeter,
+    ranks: Ranks | None,
+    *,
+    poison: bool,
+    test: bool,
+) -> Engine:
     """Return a running engine; see build()."""
-    engine_plan, config, startup = parts.plan, parts.plan.config, StartupReport()
+    engine_plan, config = parts.plan, parts.plan.config
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         compile_cache.use_cache_folder()
+        if config.compile:
+            with startup.part("compiler"):
+                compile_cache.warm_compiler()
     here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
     model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.

@@ -40,11 +40,15 @@ class Follower:
         """Compute a step."""
         self.runner.compute(numbers)
 
-    def record(self, sizes: tuple[int, ...], captured: bool) -> None:
-        """Record decode steps."""
-        from nibble.engine.model_runner import CudaGraphs, Graphs, live
+    def record(
+        self, sizes: tuple[int, ...], verify_sizes: tuple[tuple[int, int], ...], captured: bool
+    ) -> None:
+        """Record steps of these sizes."""
+        from nibble.engine.graphs import CudaGraphs, Graphs, live
 
-        self.runner.record(Graphs(sizes, self.runner.device, CudaGraphs() if captured else live))
+        self.runner.record(
+            Graphs(sizes, self.runner.device, CudaGraphs() if captured else live, verify_sizes)
+        )
 
     def store_sampled(self, count: int) -> None:
         """Store what rank 0 has sampled."""
@@ -56,9 +60,10 @@ class Follower:
 
     def test(self) -> None:
         """Run the start-up test over the pool of this rank."""
-        from nibble.engine.warmup import test_pools
+        from nibble.engine.warmup import tests_of
 
-        test_pools(self.runner)
+        for run in tests_of(self.runner):
+            run()
 
     def check_memory(self) -> None:
         """Check that the memory suffices, once everything is allocated."""

@@ -158,9 +158,11 @@ class Ranks:
         """Let the other ranks compute a step."""
         self._send(Command("compute", (numbers,)))
 
-    def record(self, sizes: Sequence[int], *, captured: bool) -> None:
-        """Let them record decode steps."""
-        self._send(Command("record", (tuple(sizes), captured)))
+    def record(
+        self, sizes: Sequence[int], verify_sizes: Sequence[tuple[int, int]], *, captured: bool
+    ) -> None:
+        """Let them record steps of these sizes."""
+        self._send(Command("record", (tuple(sizes), tuple(verify_sizes), captured)))
 
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Let them store what was sampled."""

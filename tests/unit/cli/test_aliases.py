@@ -81,7 +81,10 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("m --pipeline-parallel-size 8", "pipeline parallelism is not served: GPUs of a host share each layer"),
+        (
+            "m --pipeline-parallel-size 8",
+            "pipeline parallelism is not served: GPUs of a host share each layer",
+        ),
         ("m --ep=2", "--ep 2: expert parallelism is not served"),
         ("m --prefill-kv-cache-dequant-dtype fp8_e4m3", "choose by --prefill-backend"),
         ('m --hisparse-config {"host_to_device_ratio":5}', "host_memory=64GiB"),
