@@ -86,6 +86,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
+    "qwen3-32b": ("qwen3", {
+        "hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "intermediate_size": 25600, "num_hidden_layers": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
     "llama-3.3-70b": ("llama", {
         "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "intermediate_size": 28672, "num_hidden_layers": 80, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,

@@ -22,7 +22,7 @@ import zmq
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Delta
-from nibble.errors import NibbleError, RequestError, set_caller
+from nibble.errors import NibbleError, RankError, RequestError, set_caller
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
 
@@ -134,6 +134,8 @@ IDLE_MS = 200
 GRAMMAR_POLL_MS = 2
 """How long it waits for one while a grammar is prepared."""
 GRAMMAR_THREADS = 4
+RANK_GRACE_S = 0.4
+"""How long the engine's thread has to notice that a rank has failed."""
 
 
 class Worker:
@@ -157,9 +159,14 @@ class Worker:
         self._parent, self._stats_at = parent, 0.0
 
     def run(self) -> None:
-        """Serve until a Stop comes, or the parent is gone."""
+        """Serve until a Stop comes, or the parent is gone; raise RankError where a rank has failed."""
+        if ranks := self._engine.ranks:
+            ranks.on_failure = self._end_soon
         self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
+            if ranks and ranks.failure:
+                # Requests end as the server notices that this process has.
+                raise RankError(ranks.failure)
             for command in self._commands():
                 if isinstance(command, Stop):
                     return
@@ -173,6 +180,14 @@ class Worker:
             if time.monotonic() - self._stats_at > STATS_S:
                 self._stats_at = time.monotonic()
                 self._send(Stats(engine_stats(self._llm) | {"time": self._stats_at}))
+
+    def _end_soon(self, reason: str) -> None:
+        """End the process where the engine's thread does not: it may wait for a GPU that waits for the rank."""
+        time.sleep(RANK_GRACE_S)
+        # That thread is the only other one that sends, and waits.
+        self._send(Failed(reason, RankError.__name__))
+        time.sleep(RANK_GRACE_S / 4)
+        os._exit(1)
 
     def _commands(self) -> Iterator[Command]:
         """Yield commands that have come; an idle engine waits a little for the first."""
@@ -297,7 +312,18 @@ def main(address: str, log_format: str) -> None:
         message = str(error)
         socket.send(encode(Failed(message, type(error).__name__)))
         raise SystemExit(1) from error
-    worker.run()
+    try:
+        worker.run()
+    except RankError as error:
+        socket.send(encode(Failed(str(error), type(error).__name__)))
+        socket.close()
+        # At once: libraries may wait for ranks that are gone.
+        context.term()
+        os._exit(1)
+    finally:
+        if llm.engine.ranks:
+            # None is left behind.
+            llm.close()
 
 
 if __name__ == "__main__":
