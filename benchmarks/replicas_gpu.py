@@ -132,6 +132,10 @@ def finished(url: str, engines: int) -> list[int]:
     return [view["requests"]["finished"] for view in views]
 
 
+def logprobs(data: dict[str, Any]) -> list[float]:
+    return list(data["choices"][0]["logprobs"]["token_logprobs"])
+
+
 async def gate(one: str, several: str, engines: int, options: argparse.Namespace) -> None:
     """Raise SystemExit where a replica answers anything else than one engine does."""
     prompts = random_prompts(GATE_PROMPTS, min(192, options.prompt), 7, options.vocabulary)
@@ -139,14 +143,12 @@ async def gate(one: str, several: str, engines: int, options: argparse.Namespace
     served = [0] * engines
     async with connection(one) as first, connection(several) as second:
         for prompt in prompts:
-            expected = (await answer(first, prompt, GATE_TOKENS, **fields))["choices"][0]["logprobs"][
-                "tokens"
-            ]
+            expected = logprobs(await answer(first, prompt, GATE_TOKENS, **fields))
             before = finished(several, engines)
             # Salts share no pages, so that nothing but load decides who serves; it is asked until all have.
             for salt in range(8 * engines):
                 found = await answer(second, prompt, GATE_TOKENS, cache_salt=f"{salt}", **fields)
-                given = found["choices"][0]["logprobs"]["token_logprobs"]
+                given = logprobs(found)
                 # There is no tokenizer, and another token would have another probability.
                 if max(abs(a - b) for a, b in zip(given, expected, strict=True)) > LOGPROB_ERROR:
                     raise SystemExit(f"gate: a replica says {given}, one engine {expected}")

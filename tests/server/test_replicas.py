@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,13 +19,16 @@ import pytest
 
 import nibble.server.replicas as replicas_module
 from conftest import free_port, running, wait_ready  # type: ignore[attr-defined]
+from nibble import hardware, threads
 from nibble.cache.events import BlockStored
+from nibble.config import Config, SamplingParams
 from nibble.errors import ConfigError
 from nibble.hardware import MACHINE_SHARE
 from nibble.routing.subscriber import Subscriber
-from nibble.server.engine_client import PROCESS_ENDED
-from nibble.server.replicas import environments, merge_stats
+from nibble.server.engine_client import PROCESS_ENDED, EngineDiedError, State
+from nibble.server.replicas import ReplicaClient, environments, merge_stats
 from nibble.server.settings import Settings
+from nibble.server.worker import GenerationRequest, Ready
 
 OPTIONS = ("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "32")
 TOKENS = 60
@@ -178,6 +182,58 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environments("auto", 2) == [{MACHINE_SHARE: "2"}] * 2
     with pytest.raises(ConfigError, match=r"0 can be seen .*: use --device cpu"):
         environments("cuda", 2)
+
+
+def test_gpus_are_seen_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+    monkeypatch.setattr(hardware, "_driver", Driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert hardware.visible_gpus() == ["0", "1"]
+    # An entry that the driver does not know ends the list.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-ab,99")
+    assert hardware.visible_gpus() == ["5", "GPU-ab"]
+    monkeypatch.setattr(hardware, "_driver", lambda: None)
+    assert hardware.visible_gpus() == []
+
+
+def test_a_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cpus = hardware.cpu().memory, threads.usable_cpus()
+    monkeypatch.setenv(MACHINE_SHARE, "2")
+    assert hardware.cpu().memory == whole // 2 and threads.usable_cpus() == max(1, cpus // 2)
+
+
+def test_whether_it_serves() -> None:
+    async def states() -> None:
+        client = ReplicaClient(Config(model="demo"), [{}, {}, {}])
+        first, second, third = client.replicas
+        assert client.state is State.STARTING and client.ready is None and client.stats == {}
+        first.state = State.READY
+        assert client.state is State.STARTING, "not all have started"
+        client._has_started = True
+        assert client.state is State.READY
+        for replica, limit in ((first, 100), (second, 90)):
+            replica.ready = Ready(limit, 50, {"page_size": 16}, namespace="n", page_size=16)
+        assert client.ready and client.ready.max_context == 90 and client.ready.about["replicas"] == 3
+        with pytest.raises(EngineDiedError, match="the engines are"):
+            client._route(GenerationRequest([1], SamplingParams()))  # it serves, but is not known to
+        first.on_state(State.READY)
+        second.on_state(State.READY)
+        assert client._route(GenerationRequest([1], SamplingParams()))[0] is first, (
+            "the second does not serve"
+        )
+        first.on_state(State.STARTING)
+        first.state = second.state = third.state = State.DEAD
+        assert client.state is State.DEAD and not set(client.router.replicas) - {1}
+        await client.stop()
+
+    asyncio.run(states())
 
 
 def test_counts_add_up() -> None:
