@@ -1,0 +1,171 @@
+"""A front's view of all engines as one: requests go through Serve's handle, whose router chooses a replica.
+
+A request whose replica died before its answer began is sent again; one that had begun ends with an error, for its
+client has seen a part of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from nibble.errors import NibbleError, RequestError
+from nibble.server import worker as wire
+from nibble.server.engine_client import EngineDiedError, Piece, State
+from nibble.server.logging import decode_costs, log_event, plan_summary
+
+RETRIES = 4
+"""Times that a request is sent again whose answer has not begun."""
+PAUSE_S = 0.25
+"""Before it is sent again the first time; it doubles."""
+POLL_S, POLL_TIMEOUT_S = 1.0, 5.0
+"""Between two looks at the engines' counts, and how long they are waited for."""
+FIRST_CHARACTER = 0x10000
+"""The character of token 0, where tokens travel as text: above all that are no characters."""
+REPLICA_DIED = "the engine that answered this request ended; the rest of the answer is lost"
+ALWAYS_LATEST = ("time",)
+"""Counts that are not added up."""
+
+
+class ClusterClient:
+    """All engines of an application, as an EngineClient.
+
+    Args:
+        handle: of the deployment of engines: a DeploymentHandle, or what behaves alike.
+        lost: errors that say that a replica has died, or cannot be reached.
+        as_text: send prompts as text, for routers that read nothing else.
+    """
+
+    def __init__(self, handle: Any, lost: tuple[type[BaseException], ...], *, as_text: bool = False) -> None:
+        self._handle, self._lost, self._as_text = handle, lost, as_text
+        self._streams = handle.options(stream=True)
+        self.state = State.STARTING
+        self.ready: wire.Ready | None = None
+        self.stats: Mapping[str, float] = {}
+        self.restarts = 0
+        """Not known here: Ray's metrics count replicas that were started."""
+        self.num_engines = 0
+        """That answered when they were last asked."""
+        self.changed = asyncio.Event()
+        """Set when what is served becomes known."""
+
+    async def watch(self) -> None:
+        """Keep `ready`, `state` and `stats` true, until cancelled."""
+        while True:
+            try:
+                if self.ready is None:
+                    # Waits for a replica; where there may be none (min_replicas 0), this request starts one.
+                    self._set_ready(wire.decode_event(await self._call("ready")))
+                await self._poll()
+            except self._lost as error:
+                log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
+            except Exception:
+                logging.getLogger("nibble.server").exception("engines cannot be asked")
+            await asyncio.sleep(POLL_S)
+
+    async def _call(self, method: str) -> Any:
+        return await self._handle.options(method_name=method).remote()
+
+    async def _poll(self) -> None:
+        answer = self._handle.broadcast("stats")
+        answers = await answer.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
+        stats = [one for one in answers if isinstance(one, Mapping)]
+        self.num_engines, self.stats = len(stats), add_up(stats)
+        self.state = State.READY if stats else State.STARTING
+
+    def _set_ready(self, event: wire.Event) -> None:
+        assert isinstance(event, wire.Ready)
+        self.ready, self.state = event, State.READY
+        self.changed.set()
+        log_event("engine ready", **plan_summary(event.about))
+        for cost in decode_costs(event.about):
+            log_event("decode is staged", logging.WARNING, **cost)
+
+    async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[list[Piece]]:
+        """Yield the pieces of the answers as they come; see EngineClient. Waits where no engine is there yet."""
+        sent = as_text(request) if self._as_text else request
+        pause = PAUSE_S
+        for attempt in range(1 + RETRIES):
+            has_begun = False
+            try:
+                async for pieces in self._attempt(sent):
+                    has_begun = True
+                    yield pieces
+                return
+            except EngineDiedError as error:
+                if has_begun or attempt == RETRIES:
+                    raise
+                log_event("sent again", logging.WARNING, attempt=attempt + 1, error=str(error))
+            await asyncio.sleep(pause)
+            pause *= 2
+
+    async def _attempt(self, request: wire.GenerationRequest) -> AsyncGenerator[list[Piece]]:
+        """Send a request once."""
+        start = time.monotonic()
+        # In a context of its own: Serve's router confuses calls that were made for one request of HTTP, by its id.
+        stream = contextvars.Context().run(self._streams.generate.remote, request)
+        num_open = request.params.n
+        try:
+            async for message in stream:
+                pieces = _pieces(wire.decode_event(message), start)
+                num_open -= sum(piece.delta.finish_reason is not None for piece in pieces)
+                yield pieces
+        except self._lost as error:
+            log_event("engine lost", logging.WARNING, error=str(error).partition("\n")[0])
+            raise EngineDiedError(REPLICA_DIED) from None
+        finally:
+            if num_open > 0:
+                with suppress(Exception):
+                    stream.cancel()
+        if num_open > 0:
+            raise EngineDiedError(REPLICA_DIED)
+
+    async def reset_prefix_cache(self) -> None:
+        """Let all engines forget all prefixes; see EngineClient."""
+        answers = await self._handle.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
+        if not answers or any(isinstance(answer, BaseException) for answer in answers):
+            raise EngineDiedError("not all engines could be reached: some may know prefixes still")
+
+
+def _pieces(event: wire.Event, start: float) -> list[Piece]:
+    """Return an engine's event as pieces; raise the error that it is. start: when the request was sent."""
+    now = time.monotonic()
+    if isinstance(event, wire.Refused):
+        raise RequestError(event.error, event.status, event.code)
+    if isinstance(event, wire.Failed):
+        raise EngineDiedError(event.error, event.kind)
+    if not isinstance(event, wire.Pieces):
+        raise NibbleError(f"an engine sent {type(event).__name__} for an answer: versions of replicas differ")
+    return [
+        Piece(delta, cached, ((now, len(delta.token_ids)),), None if waited is None else start + waited)
+        for _, cached, waited, delta in event.items
+    ]
+
+
+def add_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the counts of several engines as those of one."""
+    total: dict[str, float] = {}
+    for one in stats:
+        for name, value in one.items():
+            latest = name in ALWAYS_LATEST
+            total[name] = max(total.get(name, value), value) if latest else total.get(name, 0.0) + value
+    return total
+
+
+def as_text(request: wire.GenerationRequest) -> Any:
+    """Return a request whose prompt is a text, a character for each token: what Ray's prefix router can compare."""
+    text = "".join(chr(FIRST_CHARACTER + token) for token in request.prompt)
+    return replace(request, prompt=text)
+
+
+def as_tokens(request: wire.GenerationRequest) -> wire.GenerationRequest:
+    """Return the request that as_text() was given; others unchanged."""
+    if not isinstance(request.prompt, str):
+        return request
+    return replace(request, prompt=[ord(character) - FIRST_CHARACTER for character in request.prompt])
