@@ -16,12 +16,12 @@ from nibble import formats
 ROOT = Path(nibble.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
-    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
+    "cli", "server", "evals", "transformers", "routing", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
 BASE = {"model_spec", "hardware", "config", "drafts", "options", "files", "threads", "errors"}
 TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
-    "cache/lease", "cache/snapshots", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
+    "cache/lease", "cache/snapshots", "cache/events", "engine/kv_events", "routing/router", "routing/subscriber", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
     "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "kernels/weight_formats", "kernels/state_formats", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "engine/speculative", "engine/speculation_plan", "engine/drafters/base", "engine/drafters/lookup", "models/observations", "cli/plan",
 )  # fmt: skip
@@ -37,6 +37,8 @@ BOOKS = (
     "nibble.kernels",
     "nibble.kernels.state_formats",
     "nibble.cache.manager",
+    "nibble.routing.subscriber",
+    "nibble.routing.router",
     "nibble.engine.scheduler",
     "nibble.engine.request",
     "nibble.config",
