@@ -1,7 +1,7 @@
 """The application for Ray Serve: fronts, and engines behind them, each a deployment.
 
-    serve run nibble.ray:build_app model=demo device=cpu
-    serve deploy deploy/ray/serve.yaml
+serve run nibble.ray:build_app model=demo device=cpu
+serve deploy deploy/ray/serve.yaml
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from nibble.ray.client import ClusterClient
 from nibble.ray.engine import Engine
 from nibble.ray.front import Front, check
 from nibble.ray.options import PREFIX, ROUTERS, AppOptions, engine_options, front_options, parse_args
+from nibble.ray.router import note_start, note_finish
 from nibble.server.settings import Settings
 
-LOST = (RayActorError, TaskCancelledError, DeploymentUnavailableError)
+DEATHS = (RayActorError, TaskCancelledError, DeploymentUnavailableError)
 """Errors of a call that say that a replica died, or that Serve ended it."""
 
 
@@ -43,7 +44,8 @@ class FrontReplica:
     """A front as Serve runs it."""
 
     async def __init__(self, config: Config, settings: Settings, as_text: bool, engines: Any) -> None:  # type: ignore[misc]
-        self._front = Front(config, settings, ClusterClient(engines, LOST, as_text=as_text))
+        client = ClusterClient(engines, DEATHS, as_text=as_text, on_start=note_start, on_finish=note_finish)
+        self._front = Front(config, settings, client)
         self._front.start()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -87,5 +89,6 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 def _router(options: AppOptions) -> RequestRouterConfig:
     """Return who chooses an engine."""
     return RequestRouterConfig(
-        request_router_class=ROUTERS[options.ray.router], request_router_kwargs=dict(options.ray.router_options)
+        request_router_class=ROUTERS[options.ray.router],
+        request_router_kwargs=dict(options.ray.router_options),
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import random
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -38,12 +39,23 @@ class ClusterClient:
 
     Args:
         handle: of the deployment of engines: a DeploymentHandle, or what behaves alike.
-        lost: errors that say that a replica has died, or cannot be reached.
+        deaths: errors that say that a replica has died, or cannot be reached.
         as_text: send prompts as text, for routers that read nothing else.
+        on_start: called with a request whose answer begins.
+        on_finish: called with one that was answered, and the tokens of its answers.
     """
 
-    def __init__(self, handle: Any, lost: tuple[type[BaseException], ...], *, as_text: bool = False) -> None:
-        self._handle, self._lost, self._as_text = handle, lost, as_text
+    def __init__(
+        self,
+        handle: Any,
+        deaths: tuple[type[BaseException], ...],
+        *,
+        as_text: bool = False,
+        on_start: Callable[[wire.GenerationRequest], None] = lambda _: None,
+        on_finish: Callable[[wire.GenerationRequest, int], None] = lambda *_: None,
+    ) -> None:
+        self._handle, self._deaths, self._as_text = handle, deaths, as_text
+        self._on_start, self._on_finish = on_start, on_finish
         self._streams = handle.options(stream=True)
         self.state = State.STARTING
         self.ready: wire.Ready | None = None
@@ -63,7 +75,7 @@ class ClusterClient:
                     # Waits for a replica; where there may be none (min_replicas 0), this request starts one.
                     self._set_ready(wire.decode_event(await self._call("ready")))
                 await self._poll()
-            except self._lost as error:
+            except self._deaths as error:
                 log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
             except Exception:
                 logging.getLogger("nibble.server").exception("engines cannot be asked")
@@ -110,13 +122,16 @@ class ClusterClient:
         start = time.monotonic()
         # In a context of its own: Serve's router confuses calls that were made for one request of HTTP, by its id.
         stream = contextvars.Context().run(self._streams.generate.remote, request)
-        num_open = request.params.n
+        num_open, num_tokens = request.params.n, 0
         try:
             async for message in stream:
                 pieces = _pieces(wire.decode_event(message), start)
+                if not num_tokens:
+                    self._on_start(request)
+                num_tokens += sum(len(piece.delta.token_ids) for piece in pieces)
                 num_open -= sum(piece.delta.finish_reason is not None for piece in pieces)
                 yield pieces
-        except self._lost as error:
+        except self._deaths as error:
             log_event("engine lost", logging.WARNING, error=str(error).partition("\n")[0])
             raise EngineDiedError(REPLICA_DIED) from None
         finally:
@@ -125,6 +140,7 @@ class ClusterClient:
                     stream.cancel()
         if num_open > 0:
             raise EngineDiedError(REPLICA_DIED)
+        self._on_finish(request, num_tokens)
 
     async def reset_prefix_cache(self) -> None:
         """Let all engines forget all prefixes; see EngineClient."""
@@ -161,7 +177,8 @@ def add_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def as_text(request: wire.GenerationRequest) -> Any:
     """Return a request whose prompt is a text, a character for each token: what Ray's prefix router can compare."""
     text = "".join(chr(FIRST_CHARACTER + token) for token in request.prompt)
-    return replace(request, prompt=text)
+    travelling: Any = text
+    return replace(request, prompt=travelling)
 
 
 def as_tokens(request: wire.GenerationRequest) -> wire.GenerationRequest:
@@ -169,3 +186,8 @@ def as_tokens(request: wire.GenerationRequest) -> wire.GenerationRequest:
     if not isinstance(request.prompt, str):
         return request
     return replace(request, prompt=[ord(character) - FIRST_CHARACTER for character in request.prompt])
+
+
+def sample_two(replicas: Sequence[Any]) -> list[Any]:
+    """Return two replicas at random, of which Serve takes the less busy one; fewer where there are fewer."""
+    return random.sample(list(replicas), min(2, len(replicas)))

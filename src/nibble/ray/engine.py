@@ -43,20 +43,19 @@ class Engine:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         configure(log_format)
-        self._client = (new_client or _process_client)(config, log_format)
+        self._client: Any = (new_client or _process_client)(config, log_format)
         self._end = end
-        self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine, and wait until it serves; raises EngineDiedError with the cause where it cannot."""
         await self._client.start()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._watch(self._client.supervisor))
 
-    async def _watch(self) -> None:
+    async def _watch(self, supervisor: asyncio.Task[None]) -> None:
         """End the replica after its engine: Serve notices at once that a process ended, and not that one is idle."""
         # Not awaited itself: to cancel this task would cancel that one.
-        await asyncio.wait((self._client.supervisor,))
+        await asyncio.wait((supervisor,))
         log_event("the engine ended; this replica ends too", logging.ERROR)
         await asyncio.sleep(LAST_WORDS_S)
         self._end(1)
@@ -71,14 +70,19 @@ class Engine:
             async with aclosing(self._client.generate(as_tokens(request))) as stream:
                 async for pieces in stream:
                     items = [
-                        (0, piece.cached, None if piece.started is None else piece.started - arrival, piece.delta)
+                        (
+                            0,
+                            piece.cached,
+                            None if piece.started is None else piece.started - arrival,
+                            piece.delta,
+                        )
                         for piece in pieces
                     ]
                     yield wire.encode(wire.Pieces(items))
         except RequestError as error:
             yield wire.encode(wire.Refused(0, error.status, str(error), error.code))
         except NibbleError as error:
-            yield wire.encode(wire.Failed(str(error), type(error).__name__))
+            yield wire.encode(wire.Failed(str(error), getattr(error, "kind", "")))
 
     async def ready(self) -> bytes:
         """Return what is served, as an encoded Ready."""

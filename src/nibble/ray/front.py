@@ -37,7 +37,9 @@ class Front:
             settings = replace(settings, api_key=os.environ.get("NIBBLE_API_KEY"))
         self._tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         name = next(iter(settings.served_model_name), Path(config.model).name)
-        self.app = make_app(client, load_tokenizer(config), name, settings, [self._tracer] if self._tracer else [])
+        self.app = make_app(
+            client, load_tokenizer(config), name, settings, [self._tracer] if self._tracer else []
+        )
         self._client = client
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -71,5 +73,3 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
         return Tokenizer(locate(pinned(config).model), config.chat_template, config.trust_remote_code)
     except WeightError:
         return None
-
-

@@ -8,6 +8,7 @@ from typing import Any
 
 from nibble.config import Config, option, parse_bytes, parse_setting
 from nibble.errors import ConfigError, unknown
+from nibble.ray.choice import policy_of
 from nibble.server.settings import Settings
 
 KV, PREFIX, POWER_OF_TWO = "kv", "ray-prefix", "power-of-two"
@@ -78,7 +79,7 @@ class RayOptions:
         "Most requests that are given to one engine; others wait in the router, for engines that are still starting "
         "too. Twice max_running if left out.",
     )
-    placement: Placement = option(Placement(), "What one engine is placed on.")
+    placement: Placement = field(default_factory=Placement, metadata={"doc": "What one engine is placed on."})
     router: str = option(
         KV,
         "Who chooses an engine: kv (by what each has cached, from its KV events), ray-prefix (Ray's own, by the texts "
@@ -102,6 +103,8 @@ class RayOptions:
             raise ConfigError(unknown("router", self.router, ROUTERS))
         if self.autoscaling is not None and self.replicas != 1:
             raise ConfigError("replicas and autoscaling exclude each other: give min_replicas in autoscaling")
+        if self.router == KV:
+            policy_of(self.router_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ def parse_args(args: Mapping[str, Any]) -> AppOptions:
     if "model" not in args:
         raise ConfigError("`model` is missing: give it in `args` of the Serve config, or as model=NAME")
     groups: dict[type, dict[str, Any]] = {Config: {}, Settings: {}, RayOptions: {}}
-    homes = {field.name: (kind, field) for kind in groups for field in fields(kind)}  # type: ignore[arg-type]
+    homes = {field.name: (kind, field) for kind in groups for field in fields(kind)}
     for name, value in args.items():
         if name in NOT_HERE:
             raise ConfigError(f"{name} means nothing on Ray: {NOT_HERE[name]}")
