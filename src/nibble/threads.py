@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nibble.hardware import read_lines
+from nibble.hardware import machine_share, read_lines
 
 BYTES_PER_THREAD = 64 << 20
 """Weights that keep one thread busy for a step: below that, threads wait for one another longer than they compute."""
@@ -49,9 +49,13 @@ def limit_spinning() -> None:
 
 
 def usable_cpus() -> int:
-    """Return the CPUs that this process may use: its affinity, within the quota of its control group."""
-    count = len(_affinity())
-    quota = _quota()
+    """Return the CPUs that this process may use: its affinity, within its control group's quota, shared by replicas."""
+    return max(1, _allowed_cpus() // machine_share())
+
+
+def _allowed_cpus() -> int:
+    """Return the CPUs that this process and the other replicas of its server may use together."""
+    count, quota = len(_affinity()), _quota()
     return count if quota is None else max(1, min(count, int(quota)))
 
 
@@ -117,6 +121,9 @@ def apply(requested: int | None, weights: int, meter: LoadMeter) -> str:
         requested = torch.get_num_threads()
     threads = requested or min(cpus, useful_threads(weights))
     others = meter.others(wait=requested is None and threads > 1)
+    if others is not None:
+        # They take this process's share last.
+        others = max(0.0, others - (_allowed_cpus() - cpus))
     idle = idle_threads(threads, cpus, others)
     torch.set_num_threads(requested or idle)
     if others is None or cpus - others + NOISE >= threads:

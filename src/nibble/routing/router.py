@@ -44,11 +44,16 @@ class Policy:
     """Of each prompt token that waits there to be computed."""
     running: float = 64.0
     """Of each answer that is being computed there."""
-    imbalance: float = 1.0
-    """Of each token of work that it had lately, above the replica that had the least."""
+    imbalance: float = 0.3
+    """Of each token of work that it had lately, above `grace` and the replica that had the least."""
+    overload: float = 4.0
+    """The same, beside it, of each token above `grace` and `slack` times the mean."""
+    slack: float = 1.03
+    grace: float = 2048.0
+    """Tokens of work that are no reason to leave a prompt's pages."""
     answer: float = 4.0
     """Work of a token of an answer, in prompt tokens."""
-    horizon: int = 32
+    horizon: int = 256
     """Requests of a replica after which work counts as past."""
 
 
@@ -78,6 +83,8 @@ def choose(facts: Sequence[ReplicaFacts], prompt_tokens: int, policy: Policy = D
         policy: what costs how much.
     """
     least = min(fact.recent_work for fact in facts)
+    mean = sum(fact.recent_work for fact in facts) / len(facts)
+    limit = policy.slack * mean + policy.grace
 
     def cost(fact: ReplicaFacts) -> float:
         return (
@@ -85,29 +92,12 @@ def choose(facts: Sequence[ReplicaFacts], prompt_tokens: int, policy: Policy = D
             - fact.cached_tokens
             + policy.queue * fact.queued_tokens
             + policy.running * fact.running
-            + policy.imbalance * (fact.recent_work - least)
+            + policy.imbalance * max(0.0, fact.recent_work - least - policy.grace)
+            + policy.overload * max(0.0, fact.recent_work - limit)
         )
 
     # Among equals the one that had the least to do.
     return min(range(len(facts)), key=lambda i: (cost(facts[i]), facts[i].recent_work, i))
-
-
-@dataclass(eq=False, slots=True)
-class Route(Generic[Key]):
-    """A request that was given to a replica."""
-
-    replica: Key
-    cached_tokens: int
-    """Tokens of the prompt that were expected in its prefix cache."""
-    computed_tokens: int
-    """The others."""
-    work: float
-    """What was added to the replica's recent work."""
-    answers: int
-    pages: list[int]
-    """Names of the prompt's pages."""
-    is_started: bool = False
-    is_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -126,6 +116,26 @@ class _Replica:
 
     def holds(self, page: int) -> bool:
         return page in self.held or page in self.expected
+
+
+@dataclass(eq=False, slots=True)
+class Route(Generic[Key]):
+    """A request that was given to a replica."""
+
+    replica: Key
+    cached_tokens: int
+    """Tokens of the prompt that were expected in its prefix cache."""
+    computed_tokens: int
+    """The others."""
+    work: float
+    """What was added to the replica's recent work."""
+    answers: int
+    pages: list[int]
+    """Names of the prompt's pages."""
+    state: _Replica
+    """Of the replica as it was then: another one after a restart has no part in this."""
+    is_started: bool = False
+    is_ended: bool = False
 
 
 class Router(Generic[Key]):
@@ -225,19 +235,17 @@ class Router(Generic[Key]):
         state.queued_tokens += computed
         state.running += answers
         state.expected.update(pages)
-        return Route(key, facts[i].cached_tokens, computed, work, answers, pages)
+        return Route(key, facts[i].cached_tokens, computed, work, answers, pages, state)
 
     def start(self, route: Route[Key]) -> None:
         """Note that a request's prompt is computed: what is kept of it, events say. Only the first call counts."""
         if route.is_started:
             return
-        route.is_started = True
-        if (state := self._replicas.get(route.replica)) is None:
-            return
-        state.queued_tokens = max(0, state.queued_tokens - route.computed_tokens)
+        route.is_started, state = True, route.state
+        state.queued_tokens -= route.computed_tokens
         for page in route.pages:
             state.expected[page] -= 1
-            if state.expected[page] <= 0:
+            if not state.expected[page]:
                 del state.expected[page]
 
     def end(self, route: Route[Key], answer_tokens: int | None = None) -> None:
@@ -254,8 +262,7 @@ class Router(Generic[Key]):
         if answer_tokens is not None:
             mean = answer_tokens / route.answers
             self._answer_tokens += MEMORY * (mean - self._answer_tokens)
-        if state := self._replicas.get(route.replica):
-            state.running = max(0, state.running - route.answers)
+        route.state.running -= route.answers
 
     def _chains(self, tokens: Sequence[int], salt: str) -> dict[tuple[str, int], _Names]:
         """Return the names of the prompt's pages, by the namespace and page size of replicas: most often one."""
