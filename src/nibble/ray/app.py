@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.util import get_node_ip_address
 
 from nibble.config import Config
 from nibble.errors import ConfigError
@@ -20,7 +21,7 @@ from nibble.ray.client import ClusterClient
 from nibble.ray.engine import Engine
 from nibble.ray.front import Front, check
 from nibble.ray.options import PREFIX, ROUTERS, AppOptions, engine_options, front_options, parse_args
-from nibble.ray.router import note_start, note_finish
+from nibble.ray.router import note_finish, note_start
 from nibble.server.settings import Settings
 
 DEATHS = (RayActorError, TaskCancelledError, DeploymentUnavailableError)
@@ -30,9 +31,14 @@ DEATHS = (RayActorError, TaskCancelledError, DeploymentUnavailableError)
 class EngineReplica(Engine):
     """An engine as Serve runs it."""
 
-    async def __init__(self, config: Config, log_format: str) -> None:  # type: ignore[misc]
-        super().__init__(config, log_format)
+    async def __init__(self, config: Config, settings: Settings) -> None:  # type: ignore[misc]
+        rank = serve.get_replica_context().rank
+        super().__init__(config, settings, get_node_ip_address(), rank.local_rank if rank else 0)
         await self.start()
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what request routers are told of this replica; Serve calls this once it is there."""
+        return self.cache_source()
 
     async def __del__(self) -> None:
         """End the engine's process; Serve calls this when no request is left."""
@@ -70,9 +76,7 @@ def build_app(args: dict[str, Any]) -> Application:
     check(options.config, options.settings)
     engines = serve.deployment(EngineReplica, name="Engine").options(**_checked(engine_options(options)))
     front = serve.deployment(FrontReplica, name="Front").options(**front_options(options))
-    bound = engines.options(request_router_config=_router(options)).bind(
-        options.config, options.settings.log_format
-    )
+    bound = engines.options(request_router_config=_router(options)).bind(options.config, options.settings)
     return front.bind(options.config, options.settings, options.ray.router == PREFIX, bound)
 
 

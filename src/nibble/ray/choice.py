@@ -20,6 +20,8 @@ from nibble.server.worker import GenerationRequest
 
 POLL_MS = 200
 """Longest wait for an event, before a follower looks whether it is to end."""
+SOURCE_KEY = "nibble_kv_events"
+"""Of a replica's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Source:
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> Source | None:
         """Return the source that a replica's metadata name; None where it publishes nothing."""
-        facts = metadata.get("nibble_kv_events")
+        facts = metadata.get(SOURCE_KEY)
         return cls(**facts) if facts else None
 
 

@@ -11,7 +11,7 @@ import contextvars
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from nibble.errors import NibbleError, RequestError
 from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, Piece, State
 from nibble.server.logging import decode_costs, log_event, plan_summary
+from nibble.server.replicas import merge_stats
 
 RETRIES = 4
 """Times that a request is sent again whose answer has not begun."""
@@ -30,8 +31,6 @@ POLL_S, POLL_TIMEOUT_S = 1.0, 5.0
 FIRST_CHARACTER = 0x10000
 """The character of token 0, where tokens travel as text: above all that are no characters."""
 REPLICA_DIED = "the engine that answered this request ended; the rest of the answer is lost"
-ALWAYS_LATEST = ("time",)
-"""Counts that are not added up."""
 
 
 class ClusterClient:
@@ -88,7 +87,7 @@ class ClusterClient:
         answer = self._handle.broadcast("stats")
         answers = await answer.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         stats = [one for one in answers if isinstance(one, Mapping)]
-        self.num_engines, self.stats = len(stats), add_up(stats)
+        self.num_engines, self.stats = len(stats), merge_stats(stats)
         self.state = State.READY if stats else State.STARTING
 
     def _set_ready(self, event: wire.Event) -> None:
@@ -162,16 +161,6 @@ def _pieces(event: wire.Event, start: float) -> list[Piece]:
         Piece(delta, cached, ((now, len(delta.token_ids)),), None if waited is None else start + waited)
         for _, cached, waited, delta in event.items
     ]
-
-
-def add_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the counts of several engines as those of one."""
-    total: dict[str, float] = {}
-    for one in stats:
-        for name, value in one.items():
-            latest = name in ALWAYS_LATEST
-            total[name] = max(total.get(name, value), value) if latest else total.get(name, 0.0) + value
-    return total
 
 
 def as_text(request: wire.GenerationRequest) -> Any:

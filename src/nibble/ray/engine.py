@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from nibble.config import Config
+from nibble.engine.kv_events import Endpoints
 from nibble.errors import NibbleError, RequestError
+from nibble.ray.choice import SOURCE_KEY
 from nibble.ray.client import as_tokens
 from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, ProcessClient, State
 from nibble.server.logging import configure, log_event
+from nibble.server.settings import Settings
 
 LAST_WORDS_S = 0.5
 """That requests have to say that their engine ended, before the replica does."""
@@ -30,7 +34,9 @@ class Engine:
 
     Args:
         config: of the engine.
-        log_format: of what is logged.
+        settings: of the server.
+        address: of this host, as others reach it.
+        rank: of this replica among those of its host.
         new_client: makes the engine's client; tests have another.
         end: ends the replica's process.
     """
@@ -38,13 +44,22 @@ class Engine:
     def __init__(
         self,
         config: Config,
-        log_format: str = "text",
-        new_client: Callable[[Config, str], Any] | None = None,
+        settings: Settings,
+        address: str = "127.0.0.1",
+        rank: int = 0,
+        new_client: Callable[..., Any] = ProcessClient,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        configure(log_format)
-        self._client: Any = (new_client or _process_client)(config, log_format)
-        self._end = end
+        configure(settings.log_format)
+        self._endpoints = endpoints_of(settings, rank) if config.prefix_cache else None
+        # Not started again here: Serve does it, perhaps on another host.
+        self._client = new_client(
+            config,
+            restart=False,
+            log_format=settings.log_format,
+            place=wire.Place(rank, kv_events=self._endpoints),
+        )
+        self._address, self._end = address, end
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -88,6 +103,20 @@ class Engine:
         """Return what is served, as an encoded Ready."""
         return wire.encode(self._client.ready)
 
+    def cache_source(self) -> dict[str, Any]:
+        """Return what routers need to follow the prefix cache (choice.Source); nothing where it is off."""
+        if self._endpoints is None:
+            return {}
+        ready, ends = self._client.ready, self._endpoints
+        events, replay = (end and end.replace("*", self._address) for end in (ends.events, ends.replay))
+        source = {
+            "namespace": ready.namespace,
+            "page_size": ready.page_size,
+            "events": events,
+            "replay": replay,
+        }
+        return {SOURCE_KEY: source}
+
     async def stats(self) -> dict[str, float]:
         """Return the engine's counts; nothing where it does not serve."""
         return dict(self._client.stats)
@@ -108,6 +137,18 @@ class Engine:
         await self._client.stop()
 
 
-def _process_client(config: Config, log_format: str) -> ProcessClient:
-    # Not started again here: Serve does it, perhaps on another host.
-    return ProcessClient(config, restart=False, log_format=log_format)
+def endpoints_of(settings: Settings, rank: int) -> Endpoints:
+    """Return where a replica publishes its KV events: as the settings say, else at free ports of its host."""
+    if settings.endpoints:
+        return settings.endpoints.of_rank(rank)
+    events, replay = free_ports(2)
+    return Endpoints(f"tcp://*:{events}", f"tcp://*:{replay}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens at."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -141,6 +141,7 @@ def parse_args(args: Mapping[str, Any]) -> AppOptions:
     if "model" not in args:
         raise ConfigError("`model` is missing: give it in `args` of the Serve config, or as model=NAME")
     groups: dict[type, dict[str, Any]] = {Config: {}, Settings: {}, RayOptions: {}}
+    # `replicas` of the settings are processes of one server; those of Ray take their name.
     homes = {field.name: (kind, field) for kind in groups for field in fields(kind)}
     for name, value in args.items():
         if name in NOT_HERE:

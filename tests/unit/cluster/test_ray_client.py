@@ -14,9 +14,10 @@ import pytest
 from nibble.config import Config, SamplingParams
 from nibble.engine.request import Delta
 from nibble.errors import RequestError
-from nibble.ray.client import ClusterClient, add_up, as_text, as_tokens
+from nibble.ray.client import ClusterClient, as_text, as_tokens
 from nibble.ray.engine import Engine
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
+from nibble.server.settings import Settings
 from nibble.server.worker import Ready
 
 REQUEST = GenerationRequest(
@@ -123,7 +124,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def setup(plan: list[str] | None = None, **options: Any) -> tuple[ClusterClient, Local, Handle]:
     local = Local()
-    engine = Engine(Config(model="demo"), new_client=lambda *_: local, end=lambda _: None)
+    engine = Engine(Config(model="demo"), Settings(), new_client=lambda *_, **__: local, end=lambda _: None)
     handle = Handle([engine], plan)
     return ClusterClient(handle, (ReplicaDied,), **options), local, handle
 
@@ -274,19 +275,12 @@ def test_all_engines_forget_their_prefixes_or_it_is_an_error() -> None:
     run(main)
 
 
-def test_counts_add_up_and_times_do_not() -> None:
-    assert add_up([{"steps": 2.0, "time": 7.0}, {"steps": 3.0, "time": 6.0, "x": 1.0}]) == {
-        "steps": 5.0, "time": 7.0, "x": 1.0,
-    }  # fmt: skip
-    assert add_up([]) == {}
-
-
 def test_a_replica_ends_after_its_engine_and_is_unhealthy_before() -> None:
     codes: list[int] = []
 
     async def main() -> None:
         local = Local()
-        engine = Engine(Config(model="demo"), new_client=lambda *_: local, end=codes.append)
+        engine = Engine(Config(model="demo"), Settings(), new_client=lambda *_, **__: local, end=codes.append)
         await engine.start()
         await engine.check_health()
         local.state = State.DEAD
@@ -307,7 +301,7 @@ def test_to_stop_a_replica_leaves_its_supervisor_to_end_by_itself() -> None:
 
     async def main() -> None:
         local = Local()
-        engine = Engine(Config(model="demo"), new_client=lambda *_: local, end=codes.append)
+        engine = Engine(Config(model="demo"), Settings(), new_client=lambda *_, **__: local, end=codes.append)
         await engine.start()
         await asyncio.sleep(0)
         await engine.stop()
