@@ -50,7 +50,8 @@ ROOT = Path(__file__).parents[1]
 APP = "nibble"
 MODEL = {
     "model": "demo", "device": "cpu", "kv_format": "nvfp4", "kv_memory": "8MiB", "threads": 1, "max_running": 64,
-    "max_context": 1024, "kv_window": 0, "drain": 5.0, "front_cpus": 4, "placement": {"cpus": 0.1, "resources": {"engine": 1}},
+    "max_context": 1024, "kv_window": 0, "drain": 5.0, "front_cpus": 4,
+    "placement": {"cpus": 0.1, "resources": {"engine": 1}},
 }  # fmt: skip
 STREAMS, TOKENS = 64, 40
 PAGE = 32
@@ -64,18 +65,19 @@ class Lab:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         memory = {"object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
-        head = {"num_cpus": 8, "include_dashboard": False, **memory}
+        # One engine on each node, so that each death is that of one engine, and there is room for another.
+        head = {"num_cpus": 8, "include_dashboard": False, "resources": {"engine": 1}, **memory}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         # A front takes four CPUs and does not fit here, so that none of these nodes is more than engines.
-        self.node_args = {"num_cpus": 2, "resources": {"engine": 2}, **memory}
+        self.node_args = {"num_cpus": 2, "resources": {"engine": 1}, **memory}
         self.nodes = [self.cluster.add_node(**self.node_args) for _ in range(2)]
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
 
-    def deploy(self, **options: Any) -> None:
+    def deploy(self, prefix: str = "/", **options: Any) -> None:
         """Serve with these options, and wait for it."""
-        serve.run(build_app({**MODEL, **options}), name=APP, route_prefix="/")
-        wait(lambda: httpx.get(f"{self.url}/health").status_code == 200, 60)
+        serve.run(build_app({**MODEL, **options}), name=APP, route_prefix=prefix)
+        wait(lambda: httpx.get(f"{self.url}{prefix.rstrip('/')}/health/ready").status_code == 200, 60)
 
     def engines(self) -> int:
         """Engines that run."""
@@ -303,7 +305,11 @@ def engine(lab: Lab) -> Iterator[Row]:
 
 def node(lab: Lab) -> Iterator[Row]:
     def kill() -> str:
-        owner = next(pid for pid in lab.raylets() if lab.replicas()[0] in below(pid))
+        owner = next(
+            pid
+            for pid, one in lab.raylets().items()
+            if one in lab.nodes and {*below(pid)} & {*lab.replicas()}
+        )
         victim = lab.raylets()[owner]
         tree = below(owner)
         for pid in tree:
@@ -311,10 +317,8 @@ def node(lab: Lab) -> Iterator[Row]:
         lab.cluster.remove_node(victim, allow_graceful=False)
         return f"all {len(tree)} processes"
 
-    # An engine on each node.
-    lab.deploy(replicas=2)
     yield from death(lab, "a node", kill)
-    lab.cluster.add_node(**lab.node_args)
+    lab.nodes.append(lab.cluster.add_node(**lab.node_args))
     yield "  nodes", str(sum(one["Alive"] for one in ray.nodes()))
 
 
@@ -322,6 +326,41 @@ def clients(lab: Lab) -> Iterator[Row]:
     lab.deploy(replicas=2)
     yield from openai_client(lab.url)
     yield from lm_eval_client(lab.url)
+    yield from a_client_that_goes(lab)
+    yield from under_a_prefix(lab)
+
+
+def a_client_that_goes(lab: Lab) -> Iterator[Row]:
+    body = {"prompt": "Once", "max_tokens": 900, "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{lab.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        for _ in range(4):
+            next(lines)
+        must(sum(one["running"] for one in lab.stats()) == 1, "a stream does not run")
+    took = wait(lambda: sum(one["running"] for one in lab.stats()) == 0, 15)
+    written = sum(one["decode_tokens"] for one in lab.stats())
+    time.sleep(1)
+    must(sum(one["decode_tokens"] for one in lab.stats()) == written, "an answer that nobody reads goes on")
+    yield "a client that goes: its request ends after", f"{took:.1f} s"
+
+
+def under_a_prefix(lab: Lab) -> Iterator[Row]:
+    lab.deploy(prefix="/llm", api_key="KEY")
+    url, key = f"{lab.url}/llm", {"Authorization": "Bearer KEY"}
+    names = [one["id"] for one in httpx.get(f"{url}/v1/models", headers=key).json()["data"]]
+    must(names == ["demo"], f"the models under a prefix are {names}")
+    refused = httpx.get(f"{url}/v1/models")
+    must(refused.status_code == 401 and "error" in refused.json(), "no key is needed")
+    wrong = httpx.post(f"{url}/v1/messages", headers=key, json={"model": "demo"})
+    must(
+        wrong.status_code == 400 and wrong.json()["type"] == "error",
+        "an error is not in the shape of its API",
+    )
+    answer = httpx.post(
+        f"{url}/v1/completions", headers=key, json={"prompt": "a", "max_tokens": 2}, timeout=60
+    )
+    must(answer.status_code == 200, f"a completion is {answer.status_code}")
+    yield "route_prefix /llm, with a key", "models, a completion, and errors are as they must be"
 
 
 def openai_client(url: str) -> Iterator[Row]:
