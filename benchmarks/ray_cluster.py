@@ -403,13 +403,14 @@ def lm_eval_client(url: str) -> Iterator[Row]:
 
         args = {"model": "demo", "base_url": f"{url}/v1/completions", "max_length": 1024, "num_concurrent": 3}
         remote = evaluate("local-completions", model_args=args)
-        llm = LLM("demo", device="cpu", kv_format="nvfp4", kv_memory="8MiB", threads=1)
+        llm = LLM("demo", device="cpu", kv_format="nvfp4", kv_memory="8MiB", kv_window=0, threads=1)
         local = evaluate(NibbleLM(llm))
         llm.close()
     mine, theirs = (
-        [resp for sample in result["samples"]["local_choice"] for ((resp,),) in [sample["resps"][:1]]]
+        [resp for sample in result["samples"]["local_choice"] for (resp,) in sample["resps"]]
         for result in (remote, local)
     )
+    must(len(mine) == 18, f"lm-eval has {len(mine)} log-likelihoods")
     worst = max(abs(one[0] - other[0]) for one, other in zip(mine, theirs, strict=True))
     words = [
         [sample["resps"] for sample in result["samples"]["local_generate"]] for result in (remote, local)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from nibble.attention.planner.resolve import check_names
 from nibble.config import Config
 from nibble.engine.tokenizer import Tokenizer
@@ -40,6 +42,7 @@ class Front:
         self.app = make_app(
             client, load_tokenizer(config), name, settings, [self._tracer] if self._tracer else []
         )
+        self.app.add_middleware(Mounted)
         self._client = client
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -59,6 +62,24 @@ class Front:
             task.cancel()
         if self._tracer:
             await asyncio.to_thread(self._tracer.close)
+
+
+class Mounted:
+    """Middleware that takes the prefix off paths under which Serve shows the application: guards know none.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application."""
+        prefix = scope.get("root_path", "")
+        if scope["type"] == "http" and prefix:
+            scope = {**scope, "root_path": "", "path": scope["path"].removeprefix(prefix) or "/"}
+        await self._app(scope, receive, send)
 
 
 def check(config: Config, settings: Settings) -> None:
