@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nibble.ray
 from nibble.errors import ConfigError
-from nibble.ray.options import Placement, engine_options, front_options, parse_args
+from nibble.ray.options import ROUTERS, Placement, RayOptions, engine_options, front_options, parse_args
+from nibble.routing.router import Policy
 
 GPU = {"model": "demo", "placement": {"cpus": 4, "memory": "2GiB", "accelerator_type": "H100"}}
 
@@ -120,6 +123,12 @@ def test_a_front_answers_with_429_itself() -> None:
     assert options["num_replicas"] == 2
     # A front outlives the engines that answer its requests.
     assert options["graceful_shutdown_timeout_s"] > 5
+
+
+def test_the_docs_have_all_options() -> None:
+    text = (Path(__file__).parents[3] / "docs/ray.md").read_text()
+    names = {field.name for kind in (RayOptions, Placement, Policy) for field in fields(kind)} | set(ROUTERS)
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
 
 
 def test_without_ray_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
