@@ -16,8 +16,8 @@ code. Prompts are computed one after the other at a fixed rate, answers at a fix
 - round-robin, least-loaded (the fewest open requests).
 
 `reuse` is prompt tokens found in a cache, over those that one engine with all the pages of the fleet finds in the same
-trace. `load` is the work of the busiest replica over the mean, work being prompt tokens computed plus four for each
-token of an answer.
+trace; `load` the work of the busiest replica over the mean, work being prompt tokens computed plus four for each token
+of an answer; `evicted` how often a cache's pages were given up for others.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def agents(rng: random.Random, replicas: int, scale: float) -> Iterator[tuple[Tu
 def documents(rng: random.Random, replicas: int, scale: float) -> Iterator[tuple[Turn, ...]]:
     """Single questions about one of many long documents, after one prompt that all share."""
     prompt = words(rng, 400)
-    pool = [prompt + words(rng, log_uniform(rng, 1000, 8000)) for _ in range(12 * replicas)]
+    pool = [prompt + words(rng, log_uniform(rng, 1000, 8000)) for _ in range(30 * replicas)]
     for _ in range(int(200 * replicas * scale)):
         yield (Turn(zipf(rng, pool, 0.9) + words(rng, rng.randint(15, 60)), log_uniform(rng, 20, 300), 0.0),)
 
@@ -307,6 +307,8 @@ class Result:
     reuse: float
     """Share of prompt tokens that were cached."""
     load: float
+    evicted: float
+    """Pages that were evicted, over all pages."""
     waits: list[float]
     """From a request's arrival to its first token, in seconds, in order."""
 
@@ -357,7 +359,9 @@ class Simulation:
         work = [replica.work for replica in self.fleet]
         hits, lookup = sum(one.hits for one in self.fleet), sum(one.lookup for one in self.fleet)
         assert not any(replica.queue for replica in self.fleet), "requests were left behind"
-        return Result(hits / lookup, max(work) * len(work) / sum(work), sorted(self.waits))
+        stats = [replica.manager.stats for replica in self.fleet]
+        evicted = sum(one.evicted for one in stats) / sum(one.total for one in stats)
+        return Result(hits / lookup, max(work) * len(work) / sum(work), evicted, sorted(self.waits))
 
     def arrive(self, session: Session, place: int, context: list[int]) -> None:
         turn = session.turns[place]
@@ -459,13 +463,14 @@ def compare(
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| trace | replicas | policy | reuse | load | hit rate | first token, median s | 99 % |",
-        "|---|---|---|---|---|---|---|---|",
+        "| trace | replicas | policy | reuse | load | hit rate | evicted | first token, median s | 99 % |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = (
             row.trace, str(row.replicas), row.policy, f"{row.share:.3f}", f"{row.result.load:.3f}",
-            f"{row.result.reuse:.3f}", f"{row.result.wait(0.5):.3f}", f"{row.result.wait(0.99):.2f}",
+            f"{row.result.reuse:.3f}", f"{row.result.evicted:.2f}", f"{row.result.wait(0.5):.3f}",
+            f"{row.result.wait(0.99):.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -50,13 +50,9 @@ def limit_spinning() -> None:
 
 def usable_cpus() -> int:
     """Return the CPUs that this process may use: its affinity, within its control group's quota, shared by replicas."""
-    return max(1, _allowed_cpus() // machine_share())
-
-
-def _allowed_cpus() -> int:
-    """Return the CPUs that this process and the other replicas of its server may use together."""
-    count, quota = len(_affinity()), _quota()
-    return count if quota is None else max(1, min(count, int(quota)))
+    count = len(_affinity())
+    quota = _quota()
+    return max(1, (count if quota is None else max(1, min(count, int(quota)))) // machine_share())
 
 
 def useful_threads(weights: int) -> int:
@@ -122,8 +118,8 @@ def apply(requested: int | None, weights: int, meter: LoadMeter) -> str:
     threads = requested or min(cpus, useful_threads(weights))
     others = meter.others(wait=requested is None and threads > 1)
     if others is not None:
-        # They take this process's share last.
-        others = max(0.0, others - (_allowed_cpus() - cpus))
+        # The parts of the other replicas are not this process's to lose.
+        others = max(0.0, others - cpus * (machine_share() - 1))
     idle = idle_threads(threads, cpus, others)
     torch.set_num_threads(requested or idle)
     if others is None or cpus - others + NOISE >= threads:

@@ -20,7 +20,7 @@ Nothing waits or locks: a router belongs to one thread, as an event loop's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -38,15 +38,19 @@ MEMORY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a replica costs a request, in prompt tokens that it must compute."""
+    """What a replica costs a request, in prompt tokens that it must compute.
 
-    queue: float = 1.0
+    The defaults were tuned by benchmarks/routing.py: a queue counts less than its length, because a copy of a prefix
+    takes the place of other pages for long after the queue is gone.
+    """
+
+    queue: float = 0.3
     """Of each prompt token that waits there to be computed."""
-    running: float = 64.0
+    running: float = 24.0
     """Of each answer that is being computed there."""
-    imbalance: float = 0.3
+    imbalance: float = 0.1
     """Of each token of work that it had lately, above `grace` and the replica that had the least."""
-    overload: float = 4.0
+    overload: float = 1.0
     """The same, beside it, of each token above `grace` and `slack` times the mean."""
     slack: float = 1.03
     grace: float = 2048.0
@@ -114,8 +118,17 @@ class _Replica:
     running: int = 0
     recent_work: float = 0.0
 
-    def holds(self, page: int) -> bool:
-        return page in self.held or page in self.expected
+    def count(self, pages: Sequence[int]) -> int:
+        """Return how many of a prompt's pages, from the first one, it holds or will."""
+        held, expected, low, high = self.held, self.expected, 0, len(pages)
+        # What holds a page holds all above it.
+        while low < high:
+            middle = (low + high) // 2
+            if pages[middle] in held or pages[middle] in expected:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 @dataclass(eq=False, slots=True)
@@ -127,9 +140,9 @@ class Route(Generic[Key]):
     """Tokens of the prompt that were expected in its prefix cache."""
     computed_tokens: int
     """The others."""
-    work: float
-    """What was added to the replica's recent work."""
     answers: int
+    answer_tokens: float
+    """Of all answers, as they were expected."""
     pages: list[int]
     """Names of the prompt's pages."""
     state: _Replica
@@ -190,7 +203,7 @@ class Router(Generic[Key]):
                 state.held.clear()
 
     def num_pages(self, replica: Key) -> int:
-        """Return how many pages of a replica are state."""
+        """Return how many pages of a replica are in its tree."""
         return len(self._replicas[replica].held)
 
     def facts(self, tokens: Sequence[int], salt: str = "") -> dict[Key, ReplicaFacts]:
@@ -200,11 +213,8 @@ class Router(Generic[Key]):
             tokens: the prompt.
             salt: only requests of the same salt share pages.
         """
-        cached = self._cached(self._chains(tokens, salt))
-        return {
-            key: ReplicaFacts(cached[key], state.queued_tokens, state.running, state.recent_work)
-            for key, state in self._replicas.items()
-        }
+        pages = self._pages(tokens, salt)
+        return {key: self._facts(state, pages) for key, state in self._replicas.items()}
 
     def route(
         self, tokens: Sequence[int], salt: str = "", answers: int = 1, among: Collection[Key] | None = None
@@ -215,27 +225,21 @@ class Router(Generic[Key]):
             tokens: the prompt.
             salt: only requests of the same salt share pages.
             answers: to the prompt.
-            among: replicas that may serve it; None: all. At least one of them must be state.
+            among: replicas that may serve it; None: all. At least one of them must be there.
         """
-        names = self._chains(tokens, salt)
-        cached = self._cached(names)
+        pages = self._pages(tokens, salt)
         keys = [key for key in self._replicas if among is None or key in among]
-        candidates = [self._replicas[key] for key in keys]
-        facts = [
-            ReplicaFacts(cached[key], state.queued_tokens, state.running, state.recent_work)
-            for key, state in zip(keys, candidates, strict=True)
-        ]
+        facts = [self._facts(self._replicas[key], pages) for key in keys]
         i = choose(facts, len(tokens), self.policy)
-        computed = len(tokens) - facts[i].cached_tokens
-        work = computed + self.policy.answer * self._answer_tokens * answers
-        key, state = keys[i], candidates[i]
-        pages = names[state.namespace, state.page_size].all()
+        state, computed = self._replicas[keys[i]], len(tokens) - facts[i].cached_tokens
+        answer_tokens = self._answer_tokens * answers
+        names = pages[state.namespace, state.page_size]
         self._forget_a_little()
-        state.recent_work += work
+        state.recent_work += computed + self.policy.answer * answer_tokens
         state.queued_tokens += computed
         state.running += answers
-        state.expected.update(pages)
-        return Route(key, facts[i].cached_tokens, computed, work, answers, pages, state)
+        state.expected.update(names)
+        return Route(keys[i], facts[i].cached_tokens, computed, answers, answer_tokens, names, state)
 
     def start(self, route: Route[Key]) -> None:
         """Note that a request's prompt is computed: what is kept of it, events say. Only the first call counts."""
@@ -247,6 +251,7 @@ class Router(Generic[Key]):
             state.expected[page] -= 1
             if not state.expected[page]:
                 del state.expected[page]
+        route.pages = []
 
     def end(self, route: Route[Key], answer_tokens: int | None = None) -> None:
         """Note that a request has ended. Only the first call counts.
@@ -259,53 +264,25 @@ class Router(Generic[Key]):
             return
         self.start(route)
         route.is_ended = True
-        if answer_tokens is not None:
-            mean = answer_tokens / route.answers
-            self._answer_tokens += MEMORY * (mean - self._answer_tokens)
         route.state.running -= route.answers
+        if answer_tokens is not None:
+            self._answer_tokens += MEMORY * (answer_tokens / route.answers - self._answer_tokens)
+            surplus = self.policy.answer * (answer_tokens - route.answer_tokens)
+            route.state.recent_work = max(0.0, route.state.recent_work + surplus)
 
-    def _chains(self, tokens: Sequence[int], salt: str) -> dict[tuple[str, int], _Names]:
+    def _pages(self, tokens: Sequence[int], salt: str) -> dict[tuple[str, int], list[int]]:
         """Return the names of the prompt's pages, by the namespace and page size of replicas: most often one."""
         kinds = {(state.namespace, state.page_size) for state in self._replicas.values()}
         return {
-            (namespace, page_size): _Names(f"{namespace}/{salt}", tokens, page_size)
-            for namespace, page_size in kinds
+            (namespace, size): list(page_hashes(root_hash(f"{namespace}/{salt}"), tokens, size))
+            for namespace, size in kinds
         }
 
-    def _cached(self, chains: dict[tuple[str, int], _Names]) -> dict[Key, int]:
-        """Return the tokens of a prompt that each replica holds."""
-        return {
-            key: chains[state.namespace, state.page_size].count(state) * state.page_size
-            for key, state in self._replicas.items()
-        }
+    def _facts(self, state: _Replica, pages: Mapping[tuple[str, int], Sequence[int]]) -> ReplicaFacts:
+        cached = state.count(pages[state.namespace, state.page_size]) * state.page_size
+        return ReplicaFacts(cached, state.queued_tokens, state.running, state.recent_work)
 
     def _forget_a_little(self) -> None:
         share = 1 - 1 / (self.policy.horizon * len(self._replicas))
         for state in self._replicas.values():
             state.recent_work *= share
-
-
-class _Names:
-    """The names of a prompt's pages, computed as far as they are needed."""
-
-    def __init__(self, namespace: str, tokens: Sequence[int], page_size: int) -> None:
-        self._names = page_hashes(root_hash(namespace), tokens, page_size)
-        self._list: list[int] = []
-
-    def count(self, replica: _Replica) -> int:
-        """Return how many of the first pages a replica holds."""
-        number = 0
-        while (name := self._at(number)) is not None and replica.holds(name):
-            number += 1
-        return number
-
-    def all(self) -> list[int]:
-        self._list += self._names
-        return self._list
-
-    def _at(self, number: int) -> int | None:
-        if number == len(self._list):
-            if (name := next(self._names, None)) is None:
-                return None
-            self._list.append(name)
-        return self._list[number]
