@@ -461,6 +461,8 @@ async def converse(url: str, sessions: Sequence[Sequence[Sequence[int]]]) -> tup
             for prompt in turns:
                 body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
                 answer = (await client.post(f"{url}/v1/completions", json=body)).json()
+                if "usage" not in answer:
+                    raise SystemExit(f"a prompt of {len(prompt)} tokens is answered with {answer}")
                 usage = answer["usage"]
                 totals[0] += usage["prompt_tokens"]
                 totals[1] += usage["prompt_tokens_details"]["cached_tokens"]
@@ -474,7 +476,7 @@ def routers(lab: Lab) -> Iterator[Row]:
     sessions = conversations(random.Random(7))
     most = findable(sessions)
     for name in ("kv", "ray-prefix", "power-of-two"):
-        lab.deploy(replicas=3, router=name, page_size=PAGE, kv_memory="6MiB")
+        lab.deploy(replicas=3, router=name, page_size=PAGE, max_context=2048, kv_memory="6MiB")
         wait(lambda: lab.engines() == 3 and len(lab.replicas()) == 3, 60)
         time.sleep(2)
         start = time.monotonic()
