@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -476,7 +477,7 @@ def routers(lab: Lab) -> Iterator[Row]:
     sessions = conversations(random.Random(7))
     most = findable(sessions)
     for name in ("kv", "ray-prefix", "power-of-two"):
-        lab.deploy(replicas=3, router=name, page_size=PAGE, max_context=2048, kv_memory="6MiB")
+        lab.deploy(replicas=3, router=name, page_size=PAGE, max_context=2048, kv_memory="3MiB")
         wait(lambda: lab.engines() == 3 and len(lab.replicas()) == 3, 60)
         time.sleep(2)
         start = time.monotonic()
@@ -550,6 +551,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     rows: list[Row] = []
     with laboratory() as lab:
         for name in args.only:
