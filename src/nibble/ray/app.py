@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, TaskCancelledError
+from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -24,7 +24,7 @@ from nibble.ray.options import PREFIX, ROUTERS, AppOptions, engine_options, fron
 from nibble.ray.router import note_finish, note_start
 from nibble.server.settings import Settings
 
-DEATHS = (RayActorError, TaskCancelledError, DeploymentUnavailableError)
+DEATHS = (RayActorError, ObjectLostError, TaskCancelledError, DeploymentUnavailableError)
 """Errors of a call that say that a replica died, or that Serve ended it."""
 
 

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -105,9 +105,10 @@ class ClusterClient:
         for attempt in range(1 + RETRIES):
             has_begun = False
             try:
-                async for pieces in self._attempt(sent):
-                    has_begun = True
-                    yield pieces
+                async with aclosing(self._attempt(sent)) as source:
+                    async for pieces in source:
+                        has_begun = True
+                        yield pieces
                 return
             except EngineDiedError as error:
                 if has_begun or attempt == RETRIES:
