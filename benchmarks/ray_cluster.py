@@ -9,6 +9,7 @@
 - replica, engine, node: two engines, 64 streams, kill -9 of a replica (Ray's process), of the engine's own process, or
   of every process of a node. Every stream must end with [DONE] or with an error that its client sees; requests that
   come meanwhile must be answered; a second engine must come back.
+- front: of two fronts one is killed: its streams break, which their clients see, and its requests end in the engines.
 - clients: the openai package, and lm-eval, whose log-likelihoods must be those of the engine in this process.
 - routers: the same conversations through each request router, for reuse of the prefix cache and for balance.
 
@@ -95,13 +96,13 @@ class Lab:
         nodes = self.cluster.list_all_nodes()
         return {node.all_processes["raylet"][0].process.pid: node for node in nodes}
 
-    def replicas(self) -> list[int]:
-        """Processes of Ray that have engines."""
+    def replicas(self, deployment: str = "Engine") -> list[int]:
+        """Processes of Ray that have engines, or fronts."""
         raylets = self.raylets()
         return [
             pid
             for pid, (parent, command) in processes().items()
-            if parent in raylets and command.startswith(f"ray::ServeReplica:{APP}:Engine")
+            if parent in raylets and command.startswith(f"ray::ServeReplica:{APP}:{deployment}")
         ]
 
     def close(self) -> None:
@@ -323,6 +324,26 @@ def node(lab: Lab) -> Iterator[Row]:
     yield "  nodes", str(sum(one["Alive"] for one in ray.nodes()))
 
 
+def front(lab: Lab) -> Iterator[Row]:
+    lab.deploy(replicas=2, fronts=2)
+    wait(lambda: lab.engines() == 2 and len(lab.replicas("Front")) == 2, 60)
+    time.sleep(2)
+    victim = lab.replicas("Front")[0]
+    streams, late = asyncio.run(
+        flood(lab.url, STREAMS, TOKENS, lambda: os.kill(victim, signal.SIGKILL), late=8)
+    )
+    ends, late_ends = Counter(one.end for one in streams), Counter(one.end for one in late)
+    yield f"one of two fronts killed: {STREAMS} streams", str(dict(ends))
+    yield "  8 requests sent right after", str(dict(late_ends))
+    must(
+        ends["silent"] == 0 and 0 < ends["done"] < STREAMS, "a stream ended silently, or none or all were cut"
+    )
+    must(late_ends["done"] == len(late), "a request that came later was not answered")
+    wait(lambda: victim not in lab.replicas("Front") and len(lab.replicas("Front")) == 2, 90)
+    took = wait(lambda: sum(one["running"] for one in lab.stats()) == 0, 30)
+    yield "  requests that it left in the engines ended after", f"{took:.1f} s"
+
+
 def clients(lab: Lab) -> Iterator[Row]:
     lab.deploy(replicas=2)
     yield from openai_client(lab.url)
@@ -506,7 +527,8 @@ def must(holds: bool, otherwise: str) -> None:
 
 
 PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
-    "scaling": scaling, "replica": replica, "engine": engine, "node": node, "clients": clients, "routers": routers,
+    "scaling": scaling, "replica": replica, "engine": engine, "node": node, "front": front, "clients": clients,
+    "routers": routers,
 }  # fmt: skip
 
 
