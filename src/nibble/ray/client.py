@@ -16,6 +16,8 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from nibble.errors import NibbleError, RequestError
 from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, Piece, State
@@ -61,6 +63,8 @@ class ClusterClient:
         self.stats: Mapping[str, float] = {}
         self.restarts = 0
         """Not known here: Ray's metrics count replicas that were started."""
+        self._kinds: set[str] = set()
+        """Of engines that `ready` is of."""
         self.num_engines = 0
         """That answered when they were last asked."""
         self.changed = asyncio.Event()
@@ -72,7 +76,7 @@ class ClusterClient:
             try:
                 if self.ready is None:
                     # Waits for a replica; where there may be none (min_replicas 0), this request starts one.
-                    self._set_ready(wire.decode_event(await self._call("ready")))
+                    self._set_ready([await self._handle.options(method_name="ready").remote()])
                 await self._poll()
             except self._deaths as error:
                 log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
@@ -80,22 +84,35 @@ class ClusterClient:
                 logging.getLogger("nibble.server").exception("engines cannot be asked")
             await asyncio.sleep(POLL_S)
 
-    async def _call(self, method: str) -> Any:
-        return await self._handle.options(method_name=method).remote()
+    async def _ask(self, method: str) -> list[Any]:
+        """Return what the engines answer, those that do."""
+        call = self._handle.broadcast(method)
+        answers = await call.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _poll(self) -> None:
-        answer = self._handle.broadcast("stats")
-        answers = await answer.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
-        stats = [one for one in answers if isinstance(one, Mapping)]
-        self.num_engines, self.stats = len(stats), merge_stats(stats)
-        self.state = State.READY if stats else State.STARTING
+        reports = await self._ask("report")
+        self.num_engines, self.stats = len(reports), merge_stats([stats for _, stats in reports])
+        self.state = State.READY if reports else State.STARTING
+        kinds = {kind for kind, _ in reports}
+        # While Serve exchanges engines for others, there are both kinds.
+        if reports and kinds != self._kinds and (answers := await self._ask("ready")):
+            self._set_ready(answers)
+            self._kinds = kinds
 
-    def _set_ready(self, event: wire.Event) -> None:
-        assert isinstance(event, wire.Ready)
-        self.ready, self.state = event, State.READY
+    def _set_ready(self, answers: Sequence[bytes]) -> None:
+        events = [wire.decode_event(answer) for answer in answers]
+        kinds = [event for event in events if isinstance(event, wire.Ready)]
+        # What is admitted must be served, whichever engine gets it.
+        limit = min(event.max_context for event in kinds)
+        before, self.ready = self.ready, msgspec.structs.replace(kinds[-1], max_context=limit)
+        self.state = State.READY
         self.changed.set()
-        log_event("engine ready", **plan_summary(event.about))
-        for cost in decode_costs(event.about):
+        # Engines differ in how long their start took, which is no news.
+        if before and plan_summary(before.about) == plan_summary(self.ready.about):
+            return
+        log_event("engine ready", **plan_summary(self.ready.about))
+        for cost in decode_costs(self.ready.about):
             log_event("decode is staged", logging.WARNING, **cost)
 
     async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[list[Piece]]:

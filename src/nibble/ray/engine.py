@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
+from hashlib import sha256
 from typing import Any
 
 from nibble.config import Config
@@ -120,6 +121,10 @@ class Engine:
     async def stats(self) -> dict[str, float]:
         """Return the engine's counts; nothing where it does not serve."""
         return dict(self._client.stats)
+
+    async def report(self) -> tuple[str, dict[str, float]]:
+        """Return what tells this engine from one that serves with other options, and its counts."""
+        return sha256(await self.ready()).hexdigest(), await self.stats()
 
     async def reset_prefix_cache(self) -> None:
         """Let the engine forget all prefixes."""

@@ -255,6 +255,16 @@ def test_the_state_follows_the_engines() -> None:
         assert client.ready.max_context == 64
         assert client.stats == local.stats
         watching.cancel()
+        # Serve exchanges engines for others one after the other; the shorter context holds until the last is gone.
+        (newer,) = setup()[2].engines
+        newer._client.ready = Ready(32, 100, {"meaning": "m", "routes": []})
+        handle.engines.append(newer)
+        await client._poll()
+        assert client.ready.max_context == 32
+        newer._client.ready = Ready(128, 100, {"meaning": "m", "routes": []})
+        handle.engines.pop(0)
+        await client._poll()
+        assert client.ready.max_context == 128
         handle.engines = []
         await client._poll()
         assert (client.state, dict(client.stats)) == (State.STARTING, {})
