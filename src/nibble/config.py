@@ -353,11 +353,11 @@ def parse_settings(text: str) -> dict[str, Any]:
         raise ConfigError(f"{text!r} says something twice")
     _check_names("option", settings, Config, ConfigError)
     kinds = {option.name: str(option.type) for option in fields(Config)}
-    return {name: _parse_setting(name, value, kinds[name]) for name, value in settings.items()}
+    return {name: parse_setting(name, value, kinds[name]) for name, value in settings.items()}
 
 
-def _parse_setting(name: str, text: str, annotation: str) -> Any:
-    """Return the value of a field with this annotation."""
+def parse_setting(name: str, text: str, annotation: str) -> Any:
+    """Return the value of a field with this annotation; raise ConfigError where the text is none."""
     kind, _, optional = annotation.partition(" | ")
     # `none` is a text of its own where texts are taken.
     if optional and kind != "str" and text == "none":
