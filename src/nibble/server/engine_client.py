@@ -336,10 +336,10 @@ class ProcessClient:
             self.state = State.STARTING
             # The listener may still have the last messages to read.
             await asyncio.sleep(LAST_MESSAGES_S)
-            cause = {"cause": self._cause} if self._cause else {}
-            log_event(
-                "engine ended", code=process.returncode, open_requests=len(self._open), **self._label, **cause
-            )
+            facts: dict[str, Any] = {"code": process.returncode, "open_requests": len(self._open), **self._label}
+            if self._cause:
+                facts["cause"] = self._cause
+            log_event("engine ended", **facts)
             return self._has_served
         finally:
             listener.cancel()
