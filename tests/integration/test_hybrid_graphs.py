@@ -17,7 +17,7 @@ from test_hybrid_invariance import QWEN3_NEXT
 
 from nibble import LLM
 from nibble.attention import backends
-from nibble.engine.model_runner import live
+from nibble.engine.graphs import live
 from nibble.engine.page_tables import PageTables
 from nibble.kernels.recurrence.types import StateMetadata
 from planning import PLAIN

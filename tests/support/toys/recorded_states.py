@@ -78,8 +78,10 @@ def _conv(
     return _recorded(conv, x, weight, bias, batch=batch, state=state, of_rows=1)
 
 
-def _recurrence(*inputs: Any, delta: bool) -> Tensor:
+def _recurrence(*inputs: Any, delta: bool, unit: bool) -> Tensor:
     *tensors, state, batch = inputs
+    if unit:
+        tensors[:2] = naive.unit_rows(*tensors[:2])
     return _recorded(naive.recurrence, *tensors, batch=batch, state=state, delta=delta, of_rows=len(tensors))
 
 
