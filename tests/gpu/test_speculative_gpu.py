@@ -314,5 +314,5 @@ def test_recurrent_states(tmp_path: Path) -> None:
         gap = worst_gap(llm, asked, found)
         print(f"{gap:.2f} deviations below the best; {llm.speculation.summary}")  # type: ignore[union-attr]
         counts = llm.speculation.counts  # type: ignore[union-attr]
-        assert gap < 0.5 and counts.accepted > 0.3 * counts.drafted
+        assert gap < 0.5 and counts.accepted > 0.1 * counts.drafted
         assert sum(isinstance(size, tuple) for size in sizes) > 5
