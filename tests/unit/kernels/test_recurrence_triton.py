@@ -168,6 +168,39 @@ def test_decodes(case: Case, format: str, dtype: torch.dtype) -> None:
     )
 
 
+@cases("delta, shared keys", "decay, no beta", "selective", "convolution")
+def test_rows_that_pad_a_request_belong_to_no_state(case: Case) -> None:
+    """As in a recorded step with drafts: before each request's own rows, and of one request there is nothing else."""
+    width, starts, new = 8, (13, 30, 16), (8, 3, 1)  # one fills a block by its first token
+    before, alone, beside = (case.state("fp32", 0, torch.float32) for _ in range(3))
+    spoil(before)
+    for slot, start in enumerate(starts):
+        rows = rows_of(case, tokens=start, seed=slot)
+        run(case, rows, before, metadata(StateBatch((slot,), (0,), (start,), (0,), (start,))))
+    outputs = list[Tensor]()
+    for state in (alone, beside):
+        for x, y in zip(tensors(state), tensors(before), strict=True):
+            x.copy_(y)
+    ints = functools.partial(torch.tensor, dtype=torch.int32)
+    padded = list[Rows]()
+    for slot, (start, count) in enumerate(zip(starts, new, strict=True)):
+        all_rows = rows_of(case, seed=slot)
+        own = tuple(x[start : start + count] for x in all_rows)
+        batch = StateBatch((slot,), (start,), (count,), (start // BLOCK * BLOCK,), (1,))
+        outputs.append(run(case, own, alone, metadata(batch, drafts=True)))
+        padded.append(tuple(torch.cat((x[:1].expand(width - count, *x.shape[1:]), x)) for x in own))
+    padded.append(tuple(torch.ones_like(x) for x in padded[0]))
+    slots, at, settled = (-1, 0, -1, 1, -1, 2, -1, -1), (0, 13, 0, 30, 0, 16, 0, 0), (0, 1, 0, 1, 0, 1, 0, 0)
+    ends = (0, 0, 8, 13, 16, 23, 24, 32, 32)
+    batch = StateMetadata(ints(slots), ints(at), ints(ends), width, ints(settled))
+    found = run(case, tuple(map(torch.cat, zip(*padded, strict=True))), beside, batch)
+    for place, (count, expected) in enumerate(zip(new, outputs, strict=True)):
+        assert_near(found[(place + 1) * width - count : (place + 1) * width], expected, EXACT)
+    assert (found[13 - 5 : 13] == 0).all() and (found[24:] == 0).all()
+    for x, y in zip(tensors(alone), tensors(beside), strict=True):
+        assert torch.allclose(x.float(), y.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(24, 28), (64, 64), (40, 96)])
 def test_sizes(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import test_recurrence
