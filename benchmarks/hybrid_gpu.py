@@ -44,7 +44,7 @@ FLOOR = 1.5
 def decode_ms(llm: LLM, requests: int, context: int, profiler: profile | None = None) -> float:
     """Return the median time of a decode step of requests whose prompts were just computed.
 
-    profiler: Looks at the last PROFILED steps, which are decode steps alone, but for the very last.
+    profiler: Looks at PROFILED of these steps.
     """
     engine = llm.engine
     pieces: list[Delta] = []
@@ -53,17 +53,18 @@ def decode_ms(llm: LLM, requests: int, context: int, profiler: profile | None = 
     params = SamplingParams(max_tokens=before + load.STEPS + load.WARMUP, ignore_eos=True, temperature=0)
     for seed in range(requests):
         engine.submit(load.random_prompt(context, engine.vocab_size, seed), params, pieces.append)
-    ends, seen, num_full = list[float | None](), 0, 0
+    ends, seen, num_full, is_on = list[float | None](), 0, 0, False
     while engine.busy:
-        if profiler and num_full == load.WARMUP:
+        if profiler and not is_on and num_full == load.WARMUP:
             profiler.start()
+            is_on = True
         engine.step()
         full, seen = len(pieces) - seen == requests, len(pieces)
         num_full += full
         if profiler and num_full == load.WARMUP + PROFILED:
             torch.cuda.synchronize()
             profiler.stop()
-            profiler, num_full = None, 0
+            profiler = None
         ends.append(time.perf_counter() if full else None)
     if any(piece.error for piece in pieces):
         raise SystemExit(f"a decode step failed: {next(piece.error for piece in pieces if piece.error)}")
