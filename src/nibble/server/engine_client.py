@@ -336,7 +336,11 @@ class ProcessClient:
             self.state = State.STARTING
             # The listener may still have the last messages to read.
             await asyncio.sleep(LAST_MESSAGES_S)
-            facts: dict[str, Any] = {"code": process.returncode, "open_requests": len(self._open), **self._label}
+            facts: dict[str, Any] = {
+                "code": process.returncode,
+                "open_requests": len(self._open),
+                **self._label,
+            }
             if self._cause:
                 facts["cause"] = self._cause
             log_event("engine ended", **facts)
