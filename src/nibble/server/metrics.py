@@ -332,11 +332,7 @@ FIDELITY_COUNTERS = (
 """Present only with --watch-fidelity, as the gauges are."""
 FIDELITY_ROWS = (
     Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit."),
-    Row(
-        "kv_fidelity_uncovered_layers",
-        "fidelity_uncovered_layers",
-        "Layers with a recurrent state: not compared.",
-    ),
+    Row("kv_fidelity_uncovered_layers", "fidelity_uncovered_layers", "Layers with states: not compared."),
 )
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
