@@ -325,18 +325,14 @@ COUNTERS = (
     Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
 )
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
-
-
 FIDELITY_COUNTERS = (
     Row("kv_fidelity_samples", "fidelity_samples", "Requests whose attention was compared."),
     Row("kv_fidelity_alerts", "fidelity_alerts", "Times that the error of a layer rose above its limit."),
 )
 """Present only with --watch-fidelity, as the gauges are."""
-FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
-FIDELITY_UNCOVERED = Row(
-    "kv_fidelity_uncovered_layers",
-    "fidelity_uncovered_layers",
-    "Layers with a recurrent state, which the watch compares with nothing.",
+FIDELITY_ROWS = (
+    Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit."),
+    Row("kv_fidelity_uncovered_layers", "fidelity_uncovered_layers", "Layers with states: not compared."),
 )
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
@@ -418,7 +414,7 @@ class EngineCollector(Collector):
             yield self._family(CounterMetricFamily, name, doc, samples, "drafter", "position")
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        rows = (row for row in (*GAUGES, FIDELITY_ALERT, FIDELITY_UNCOVERED) if row.key in stats)
+        rows = (row for row in (*GAUGES, *FIDELITY_ROWS) if row.key in stats)
         for name, group in groupby(rows, key=attrgetter("name")):
             first, *more = group
             samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
@@ -533,7 +529,6 @@ def _states(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, A
     return {
         "format": budget["format"],
         "bytes_per_slot": budget["bytes_per_slot"],
-        # With a fidelity watch, which looks at layers that attend.
         "unwatched_layers": int(stats.get("fidelity_uncovered_layers", 0)),
         **_snapshot_counts(stats, "states", "slots"),
     }
