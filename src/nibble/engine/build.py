@@ -191,7 +191,7 @@ def build(
         compile_cache.use_cache_folder()
         if config.compile:
             with startup.part("compiler"):
-                compile_cache.warm_compiler()
+                compile_cache.warm_compiler(config.compile_cache)
     model, scales = _load(parts, startup, meter)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

@@ -49,7 +49,7 @@ from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError, CapacityError
 from nibble.formats.base import raw
 from nibble.hardware import format_bytes
-from nibble.kernels import ahead, cdiv
+from nibble.kernels import ahead, cdiv, topk
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -195,7 +195,10 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
         request.lease = manager.open(request.token_ids, "")
         manager.reserve(request.lease, len(request.token_ids))
     chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
-    runner.forward(Batch.from_scheduled(chunks))
+    logits_SV = runner.forward(Batch.from_scheduled(chunks))
+    # As the sampler does, with penalties or without.
+    for x_SV in (logits_SV, logits_SV.float()):
+        topk.row_max(x_SV)
     for request in requests:
         manager.release(request.lease)
 
