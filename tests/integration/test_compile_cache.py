@@ -132,12 +132,12 @@ def test_kept_code_that_fails_is_compiled_anew(tmp_path: Path) -> None:
     x = torch.randn(1, 3)
     arguments = Toy(), x, x, x, None
     error: Exception = RuntimeError("no such kernel")
-    logits, artifact = forward._first_call(fail, lambda: lambda *_: x, arguments)
+    logits, artifact = forward._first_call(fail, lambda *_: x, arguments)
     assert logits is x and artifact is None
     # What would fail again is not tried again.
     error = BackendError("a step cannot be computed")
     with pytest.raises(BackendError):
-        forward._first_call(fail, lambda: lambda *_: x, arguments)
+        forward._first_call(fail, lambda *_: x, arguments)
 
 
 def test_code_that_cannot_be_written_serves_this_process(

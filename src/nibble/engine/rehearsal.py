@@ -17,7 +17,8 @@ import torch
 import nibble
 from nibble import files
 from nibble.attention.planner.memory import MemoryPlan
-from nibble.engine.model_runner import Graphs, ModelRunner
+from nibble.engine.graphs import Graphs
+from nibble.engine.model_runner import ModelRunner
 from nibble.hardware import cache_folder
 from nibble.kernels import ahead
 from nibble.models import compile_cache

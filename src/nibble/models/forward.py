@@ -69,17 +69,9 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     step = Step()
     # torch checks the outputs of custom operators for aliases, and under that check no backend could vmap or compile.
     torch._functorch.config.check_custom_op_aliasing = False
+    options = inductor_options(model) if backend == "inductor" else {}
     function = _with_own_code(_logits)
-
-    @functools.cache
-    def options() -> dict[str, Any]:
-        # Late: code from disk does without most of the compiler, whose import takes seconds.
-        return inductor_options(model) if backend == "inductor" else {}
-
-    @functools.cache
-    def run() -> Any:
-        return torch.compile(function, fullgraph=True, backend=backend, options=options() or None)
-
+    run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
     # Both are set by the first call; code of other backends cannot be kept.
     artifact: Any = None
     is_compiled = False
@@ -95,24 +87,19 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
             is_compiled = True
             return logits
         if not artifact:
-            return run()(*arguments)
-        return artifact(*arguments) if artifact.guard_check(*arguments) else _compile_call(run(), arguments)
+            return run(*arguments)
+        return artifact(*arguments) if artifact.guard_check(*arguments) else _compile_call(run, arguments)
 
     return forward
 
 
 def inductor_options(model: nn.Module) -> dict[str, Any]:
     """Return the options that a model on a GPU is compiled with."""
-    return {**_early_launches(), **_own_options(model)} if next(model.parameters()).is_cuda else {}
-
-
-def _own_options(model: nn.Module) -> dict[str, Any]:
-    """Return those that depend on the model; the others follow from the version of torch, and need its compiler."""
     if not next(model.parameters()).is_cuda:
         return {}
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
-    return {"combo_kernels": True, **graph_passes.options(model)}
+    return {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
 
 
 def _early_launches() -> dict[str, bool]:
@@ -156,19 +143,17 @@ def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
     return always
 
 
-def _load_or_compile(
-    function: FunctionType, arguments: tuple[Any, ...], options: Callable[[], dict[str, Any]]
-) -> Any:
+def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return code from the cache, or compile it into the cache; None where that is not possible."""
-    path = compile_cache.path_of(arguments[0], _own_options(arguments[0]))
+    path = compile_cache.path_of(arguments[0], options)
     if (loaded := compile_cache.load(path, function, arguments)) is not None:
         return loaded
     _mark_dynamic(arguments)
-    return compile_cache.compile_into(path, function, arguments, options())
+    return compile_cache.compile_into(path, function, arguments, options)
 
 
-def _first_call(artifact: Any, run: Callable[[], Any], arguments: tuple[Any, ...]) -> tuple[Tensor, Any]:
-    """Return the logits of a first call, and the artifact if that computed them; else what run() gives compiles."""
+def _first_call(artifact: Any, run: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    """Return the logits of a first call, and the artifact if that computed them; else the call compiles."""
     if artifact:
         try:
             return artifact(*arguments), artifact
@@ -176,7 +161,7 @@ def _first_call(artifact: Any, run: Callable[[], Any], arguments: tuple[Any, ...
             raise
         except Exception as error:  # of all kinds: another process may have written it
             compile_cache.log.info("compiled code fails (%s: %s)", type(error).__name__, error)
-    return _compile_call(run(), arguments), None
+    return _compile_call(run, arguments), None
 
 
 def _mark_dynamic(arguments: Sequence[Any]) -> None:
