@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
-from nibble.models.linear import QuantizedLinear, quantized_layers
+from nibble.models.linear import QuantizedLinear, compile_ahead, quantized_layers
+from nibble.models.pack import Packer
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
+from nibble.models.recurrent import own_forwards
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 LLAMA3_ROPE = {
@@ -58,6 +60,22 @@ _GPT_OSS: dict[str, Any] = {
         "truncate": False, "original_max_position_embeddings": 4096,
     },
 }  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_TINY_NEXT: dict[str, Any] = {
+    **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "initializer_range": 0.1,
+}  # fmt: skip
 _ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("llama", {
@@ -67,6 +85,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", {
         **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "qwen3-32b": ("qwen3", {
+        "hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "intermediate_size": 25600, "num_hidden_layers": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
     "llama-3.3-70b": ("llama", {
         "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
@@ -90,22 +113,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }),
-    "qwen3-next, 8 layers": ("qwen3_next", {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    }),
-    "tiny hybrid": ("qwen3_next", {
-        **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "initializer_range": 0.1,
-    }),
+    "qwen3-next, 8 layers": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3-next, 8 layers that attend": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 8}),
+    "tiny hybrid": ("qwen3_next", _TINY_NEXT),
+    "tiny hybrid that attends": ("qwen3_next", {**_TINY_NEXT, "layer_types": ["full_attention"] * 4}),
     "tiny sparse": ("deepseek_v32", {
         "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 128,
@@ -198,6 +209,10 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         quantization = parse(entry) if is_packed else None
         inputs = Activations.NONE if not weights or activations == FULL else KINDS[weights].activations
         linears = handling is Handling.PACKED
+        if quantization and linears:
+            # As loading from files does.
+            packer = Packer(device, getattr(torch, dtype), AUTO if inputs is not Activations.NONE else FULL)
+            compile_ahead(config, quantization, packer)
         model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
@@ -325,6 +340,10 @@ def _queries(model: nn.Module) -> str:
 def reference(model: Any, prompt: list[int]) -> Tensor:
     """Logits [T, V] of the unmodified model, with torch's own attention or the family's."""
     model.set_attn_implementation(OWN_ATTENTION.get(model.config.model_type, "sdpa"))
-    logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
+    with ExitStack() as patches:
+        # Recurrent layers in torch: kernels of other packages are tuned at their first call, for a minute.
+        for module, forward in own_forwards(model).items():
+            patches.enter_context(mock.patch.object(module, "forward", forward))
+        logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
     model.set_attn_implementation(hook.NAME)
     return logits.float().cpu()

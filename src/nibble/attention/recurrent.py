@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from nibble.kernels import recurrence as kernels
-from nibble.kernels.recurrence import LayerState, StateBatch
+from nibble.kernels.recurrence import Convolution, LayerState, StateBatch
 from nibble.kernels.recurrence.types import StateMetadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecurrentStates:
     """The recurrent states of a step."""
 
@@ -27,6 +28,14 @@ class RecurrentStates:
     """By layer."""
     batch: StateBatch | StateMetadata
     """The step's requests, as the definition reads them, or on the device."""
+
+    @cached_property
+    def numbers(self) -> StateBatch | StateMetadata:
+        """Return the requests as kernels read them: what computes on a CPU reads numbers, made once for all layers."""
+        batch = self.batch
+        if isinstance(batch, StateMetadata) and batch.slots_B.device.type == "cpu":
+            return batch.on_host()
+        return batch
 
 
 def conv(
@@ -61,6 +70,7 @@ def recurrence(
     beta: Tensor,
     *,
     delta: bool,
+    unit: bool = False,
 ) -> Tensor:
     """Bring matrices forward by new keys and values, and query them -> [T, H, V].
 
@@ -73,9 +83,35 @@ def recurrence(
         log_decay: float32 [T, H], or [T, H, K] where each column has its own.
         beta: float32 weights of updates [T, H].
         delta: whether what the state has for a key is taken from its value first.
+        unit: whether queries and keys are normalised first, and queries multiplied with K^-1/2.
     """
     state, batch = _of_layer(states, layer)
-    return kernels.recurrence(q, k, x, log_decay, beta, state, batch, delta=delta)
+    return kernels.recurrence(q, k, x, log_decay, beta, state, batch, delta=delta, unit=unit)
+
+
+def conv_recurrence(
+    states: RecurrentStates | None,
+    layer: int,
+    conv: Convolution,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Convolve, and bring matrices forward by what comes of it, and query them -> [T, H, V].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        conv: the convolution, and where queries, keys and values are among its channels.
+        log_decay: as in recurrence(), and so are the following.
+        beta: see there.
+        delta: see there.
+        unit: see there.
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.conv_recurrence(conv, log_decay, beta, state, batch, delta=delta, unit=unit)
 
 
 def selective(
@@ -98,8 +134,4 @@ def selective(
 
 def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch | StateMetadata]:
     assert states is not None, "whoever runs a model with recurrent layers gives the step their states"
-    batch = states.batch
-    # What computes on a CPU reads numbers, and waits for nothing.
-    if isinstance(batch, StateMetadata) and batch.slots_B.device.type == "cpu":
-        batch = batch.on_host()
-    return states.layers[layer], batch
+    return states.layers[layer], states.numbers

@@ -1,19 +1,24 @@
 """From a Batch to logits: fill the tensors of a step and run the model. Nothing here waits for the device.
 
 All integers of a step go to the device in one packed copy. Page tables and the tokens sampled last stay there.
-A step of decodes alone runs over buffers that stay where they are, so that it can be recorded as a CUDA graph, one for
-each size, and replayed. Every other step runs over tensors of its own.
+A step of decodes alone, or of decodes and drafts, runs over buffers that stay where they are, so that it can be
+recorded as a CUDA graph, one for each size, and replayed. Every other step runs over tensors of its own.
+
+A recorded step with drafts has as many rows for each of its requests. One that has fewer new tokens has them in its
+last rows. Those before are padding: they see stored tokens of that request alone, are stored nowhere, and nobody reads
+them.
 
 Shape suffixes: T tokens of the step, B requests of an attention batch or rows of a recorded step, N pages of a request,
-R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary.
+R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary,
+L rows of a request in a recorded step with drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -29,108 +34,30 @@ from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.page_tables import PackedInts, PageTables
+from nibble.engine.graphs import Graphs
+from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.request import Batch, ScheduledRequest
-from nibble.errors import BackendError
+from nibble.engine.step_numbers import Followers, StepNumbers
+from nibble.engine.step_tokens import (
+    ON_DEVICE,
+    PhaseGroup,
+    StateRows,
+    VerifyInputs,
+    logit_rows,
+    padded_logit_rows,
+    padded_token_ids,
+    token_ids,
+    unkept,
+    unwritten,
+)
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function, and returns one that repeats over the same memory all that it did on the device."""
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it."""
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
 """With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
-
-
-class Graphs:
-    """Decode steps of several sizes, over buffers that stay where they are.
-
-    Args:
-        sizes: rows of a step, ascending.
-        device: where steps run.
-        record: how a step is recorded.
-    """
-
-    # All tensors of steps are made in inference mode: to a compiled model others look different.
-    @torch.inference_mode()
-    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
-        self.sizes, max_rows = tuple(sizes), sizes[-1]
-        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
-        """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
-        self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        """0, 1, 2, ...: where requests of one token begin."""
-        self.rows = torch.arange(max_rows, device=device)
-        """0, 1, 2, ...: the rows whose logits are computed."""
-        self.logits = torch.empty(0, device=device)
-        """[max_rows, V], allocated by the first step."""
-        self._record = record
-        self._replays: dict[int, Callable[[], None]] = {}
-
-    def store_logits(self, logits_BV: Tensor) -> None:
-        """Copy a step's logits, so that their own memory serves the next graph too."""
-        if not len(self.logits):
-            self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
-        self.logits[: len(logits_BV)].copy_(logits_BV)
-
-    @torch.inference_mode()
-    def record(self, decode: Callable[[int, Graphs], None]) -> None:
-        """Record decode(size, graphs) for all sizes.
-
-        Raises:
-            BackendError: a graph cannot hold a step.
-        """
-        # The largest first: the others then fit into its memory.
-        for size in reversed(self.sizes):
-            self.inputs.zero_()
-            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
-            self.inputs[size : 2 * size] = -1
-            try:
-                self._replays[size] = self._record(partial(decode, size, self))
-            # The start explains it by the memory plan (explain_out_of_memory).
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a kernel does that a graph cannot hold
-                raise BackendError(
-                    f"a decode step of {size} requests cannot be recorded as a CUDA graph ({error}); "
-                    "serve without graphs: --no-graphs"
-                ) from error
-
-    def replay(self, size: int) -> None:
-        """Compute a step of `size` rows from inputs to logits."""
-        self._replays[size]()
-
-
-class CudaGraphs:
-    """Records on a stream of its own, into memory that all its graphs share."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record `run` and return what replays it."""
-        # The buffers were filled on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # What happens the first time only, loading and tuning of kernels, must not be recorded.
-            run()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of the process may call CUDA in the meantime.
-        with torch.cuda.graph(
-            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph.replay
-
-
-def live(run: Callable[[], None]) -> Callable[[], None]:
-    """Record nothing: the step over the same buffers is computed each time."""
-    return run
 
 
 def adapters(plan: Plan) -> dict[str, Any]:
@@ -154,6 +81,7 @@ class ModelRunner:
         tier: the pool's, where a host tier holds what it has no room for.
         exact: the newest tokens in the compute dtype, with an exact window.
         states: slots of recurrent states, where layers have any.
+        followers: the other ranks, where layers are divided among GPUs.
     """
 
     model: nn.Module
@@ -165,6 +93,8 @@ class ModelRunner:
     tier: HotBuffers | None = None
     exact: ExactCache | None = None
     states: StatePool | None = None
+    followers: Followers | None = None
+    """The other ranks, where layers are divided among GPUs."""
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
@@ -189,73 +119,110 @@ class ModelRunner:
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
-        if self.states:
-            self._copy_states(scheduled, self.states)
-        if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
-            logits = self._replay(scheduled, self.graphs, probe)
+        phases = {item.phase for item in scheduled}
+        if self.graphs and not every and phases == {Phase.DECODE}:
+            numbers = self._replay_numbers(scheduled, self.graphs)
+        elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
+            numbers = self._verify_numbers(scheduled, size)
         else:
-            logits = self._step(scheduled, every, probe)
+            numbers = self._step_numbers(scheduled, every)
+        followers = self.followers
+        logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
 
+    def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
+        """Compute a step on all ranks."""
+        followers.compute(numbers)
+        try:
+            return self.compute(numbers)
+        except Exception as error:  # the others wait for what this rank does not send
+            raise followers.failed(error) from error
+
+    @torch.inference_mode()
+    def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
+        """Compute a step of which all numbers are known; see forward()."""
+        if self.states:
+            self.states.copy(list(numbers.state_copies))
+        if not numbers.replay_size:
+            return self._step(numbers, probe)
+        assert self.graphs is not None
+        if isinstance(numbers.replay_size, int):
+            return self._replay(numbers, numbers.replay_size, self.graphs, probe)
+        return self._replay_verify(numbers, numbers.replay_size, self.graphs)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run the model as it is written."""
+        run, self._run = self._run, plain(self.model)
+        try:
+            yield
+        finally:
+            self._run = run
+
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
+        if self.followers:
+            self.followers.store_sampled(tokens_S)
         assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
 
     # Any step
 
-    def _step(
-        self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
-    ) -> Tensor:
-        rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
-        logit_rows = list(range(len(token_ids))) if every else _logit_rows(scheduled)
+    def _step_numbers(self, scheduled: Sequence[ScheduledRequest], every: bool) -> StepNumbers:
+        rows, ids = self._rows(scheduled), token_ids(scheduled)
+        rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
-        slices = (
-            packed.add(self._pad_rows(token_ids)),
+        inputs = (
+            packed.add(self._pad_rows(ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
-            packed.add(self._pad_rows(logit_rows or [0])),
+            packed.add(self._pad_rows(rows_of_logits or [0])),
             packed.add(self._sampled_rows(rows, scheduled)),
         )
-        unwritten, unkept = (
-            _unwritten(scheduled),
-            _unkept(scheduled, self.plan.page_size) if self.exact else [],
-        )
-        skipped = packed.add(unwritten), packed.add(unkept)
-        state_rows = _StateRows(scheduled, packed) if self.states else None
+        forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
+        skipped = packed.add(unwritten(scheduled)), packed.add(forgotten)
+        state_rows = StateRows(scheduled, packed) if self.states else None
         # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
         groups = [
-            _PhaseGroup(tuple(pairs), packed)
+            PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
-        sent = self._send(packed, scheduled)
-        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
-        if ON_DEVICE in token_ids:
+        return StepNumbers(
+            packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), ON_DEVICE in ids,
+            0, skipped, state_rows, groups, self._take_state_copies(scheduled),
+        )  # fmt: skip
+
+    def _step(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
+        sent = self._send(numbers)
+        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (
+            sent[part] for part in numbers.inputs
+        )
+        if numbers.takes_sampled:
             # A negative id stands for the token that the step before has sampled for this row.
             token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
-        count = len(token_ids)
-        meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
+        count, state_rows = numbers.num_tokens, numbers.state_rows
+        meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
-        return logits[: len(logit_rows)]
+        return logits[: numbers.num_logits]
 
     def _metadata(
         self,
         sent: Tensor,
-        groups: Sequence[_PhaseGroup],
+        groups: Sequence[PhaseGroup],
         rows_T: Tensor,
         positions_T: Tensor,
-        unwritten: slice,
-        unkept: slice,
+        skipped: slice,
+        exact_skipped: slice,
     ) -> AttentionMetadata:
         """Return where tokens are stored, and an attention batch for each phase."""
         page_size = self.plan.page_size
@@ -280,10 +247,10 @@ class ModelRunner:
                 )
             )
             start = stop
-        slots_T = _slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[unwritten])
+        slots_T = _slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None
         if exact := self.tables.exact:
-            exact_slots_T = _slots(exact.table_RN, rows_T, positions_T, page_size, sent[unkept])
+            exact_slots_T = _slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
         return self._with_frames(slots_T, batches, exact_slots_T)
 
     def _exact_table(self, rows_B: Tensor, width: int) -> Tensor | None:
@@ -316,24 +283,20 @@ class ModelRunner:
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
 
-    def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
-        places, pages = map(packed.add, self.tables.take_updates())
-        slot_rows, slots = map(packed.add, self.tables.take_slots())
-        exact_updates = self.tables.exact.add_updates(packed) if self.tables.exact else None
-        tier_updates = None
+    def _pack_updates(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> SentUpdates:
+        """Add what the device does not know of page tables and tier, each once."""
+        tier = None
         if self.tier:
             leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
-            tier_updates = self.tier.take_updates(packed.add, leases)
-        sent = packed.send(self.device)
-        if places.start < places.stop:
-            self.tables.apply(sent[places], sent[pages].int())
-        if self.tables.slots_R is not None and slots.start < slots.stop:
-            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots].int())
-        if self.tables.exact and exact_updates:
-            self.tables.exact.apply(sent, exact_updates)
-        if self.tier and tier_updates:
-            self.tier.apply_updates(sent, tier_updates)
+            tier = self.tier.take_updates(packed.add, leases)
+        return self.tables.pack_updates(packed, tier)
+
+    def _send(self, numbers: StepNumbers) -> Tensor:
+        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
+        sent = numbers.ints.send(self.device)
+        self.tables.apply_updates(sent, numbers.updates)
+        if self.tier and numbers.updates.tier:
+            self.tier.apply_updates(sent, numbers.updates.tier)
         return sent
 
     def _context(
@@ -357,23 +320,26 @@ class ModelRunner:
 
     # Recurrent states
 
-    def _copy_states(self, scheduled: Sequence[ScheduledRequest], states: StatePool) -> None:
-        """Make the copies of slots that come before a step, each once."""
+    def _take_state_copies(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """Return the copies of slots that come before a step, each once."""
+        if not self.states:
+            return []
         leases = [item.request.lease for item in scheduled]
-        states.copy([pair for lease in leases for pair in lease.state_copies])
+        copies = [pair for lease in leases for pair in lease.state_copies]
         for lease in leases:
             lease.state_copies = []
+        return copies
 
     # Steps of decodes alone
 
     def record(self, graphs: Graphs) -> None:
-        """Record a decode step of each size; from now on decode steps are replayed."""
-        graphs.record(self._decode)
+        """Record a step of each size; from now on such steps are replayed."""
+        if self.followers:
+            self.followers.record(graphs.sizes, graphs.verify_sizes, captured=graphs.is_captured)
+        graphs.record(self._decode, self._verify)
         self.graphs = graphs
 
-    def _replay(
-        self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, probe: AttentionObserver | None
-    ) -> Tensor:
+    def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], graphs: Graphs) -> StepNumbers:
         # The smallest step with room for all requests.
         size = next(size for size in graphs.sizes if size >= len(scheduled))
         padding = size - len(scheduled)
@@ -383,12 +349,19 @@ class ModelRunner:
             (
                 *self._rows(scheduled), *[self.tables.padding_row] * padding,
                 *[item.start for item in scheduled], *[-1] * padding,
-                *_token_ids(scheduled), *[0] * padding,
+                *token_ids(scheduled), *[0] * padding,
             )
         )  # fmt: skip
-        sent = self._send(packed, scheduled)
+        count, updates = len(scheduled), self._pack_updates(packed, scheduled)
+        copies = self._take_state_copies(scheduled)
+        return StepNumbers(packed, (inputs,), count, count, updates, replay_size=size, state_copies=copies)
+
+    def _replay(
+        self, numbers: StepNumbers, size: int, graphs: Graphs, probe: AttentionObserver | None
+    ) -> Tensor:
+        sent, (inputs,) = self._send(numbers), numbers.inputs
         # A decode always samples, so these are the first rows, without padding.
-        self._sampled_rows_S = sent[inputs][: len(scheduled)]
+        self._sampled_rows_S = sent[inputs][: numbers.num_logits]
         # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
@@ -396,7 +369,7 @@ class ModelRunner:
             self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
-        return graphs.logits[: len(scheduled)]
+        return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
@@ -435,68 +408,104 @@ class ModelRunner:
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
         graphs.store_logits(logits)
 
+    # Steps with drafts
+
+    def _verify_size(
+        self, phases: Set[Phase], scheduled: Sequence[ScheduledRequest]
+    ) -> tuple[int, int] | None:
+        """Return the size of the recorded step that serves these requests, if one does."""
+        assert self.graphs
+        # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
+        if not all(phase.decodes for phase in phases) or (
+            self.exact and unkept(scheduled, self.plan.page_size)
+        ):
+            return None
+        return self.graphs.verify_size(scheduled)
+
+    def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
+        (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
+        padding = requests - len(scheduled)
+        rows_of_logits = padded_logit_rows(scheduled, length)
+        inputs = packed.add(
+            (
+                *rows, *[self.tables.padding_row] * padding,
+                *[item.end for item in scheduled], *[0] * padding,
+                *[item.num_tokens for item in scheduled], *[0] * padding,
+                *padded_token_ids(scheduled, length), *[0] * (padding * length),
+                *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
+            )
+        )  # fmt: skip
+        sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
+        return StepNumbers(
+            packed, (inputs, sampled_rows), sum(item.num_tokens for item in scheduled), len(rows_of_logits),
+            self._pack_updates(packed, scheduled), replay_size=size,
+            state_copies=self._take_state_copies(scheduled),
+        )  # fmt: skip
+
+    def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
+        sent, (inputs, sampled_rows) = self._send(numbers), numbers.inputs
+        self._sampled_rows_S = sent[sampled_rows]
+        graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
+        graphs.replay(size)
+        return graphs.logits[: numbers.num_logits]
+
+    @torch.inference_mode()
+    def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
+        """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
+        (requests, length), page_size, tables = size, self.plan.page_size, self.tables
+        inputs = VerifyInputs.of(graphs.verify_inputs, requests, length)
+        row_L = graphs.rows[:length]
+        is_new_BL = row_L >= length - inputs.new_B[:, None]
+        # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
+        first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
+        positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
+        ids_BL = torch.where(inputs.ids_BL < 0, tables.latest_R[inputs.rows_B][:, None], inputs.ids_BL)
+        page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
+        width = page_table_BN.shape[1]
+        exact_table_BN = self._exact_table(inputs.rows_B, width)
+
+        def slots(table_BN: Tensor) -> Tensor:
+            pages_BL = table_BN.gather(1, positions_BL // page_size).long()
+            return torch.where(is_new_BL, pages_BL * page_size + positions_BL % page_size, -1).flatten()
+
+        batch = AttentionBatch(
+            Phase.VERIFY, 0, requests * length, (length,) * requests, (width * page_size,) * requests,
+            page_table_BN, graphs.cu_seqlens_q[: requests + 1] * length, inputs.ends_B.int(), inputs.rows_B,
+            bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
+        )  # fmt: skip
+        exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
+        state_batch = self._verify_states(inputs, length) if self.states else None
+        ctx = self._context(
+            self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
+        )
+        ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
+        graphs.store_logits(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx))
+
+    def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
+        """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
+        assert self.states and self.tables.slots_R is not None
+        slots_B = self.tables.slots_R.index_select(0, inputs.rows_B)
+        # Of rows that decode or verify, the first one stays whatever becomes of the others.
+        settled_B, starts_B = inputs.new_B.clamp(max=1), inputs.ends_B - inputs.new_B
+        slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
+        ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=self.device)
+
+        def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
+            return torch.stack((padding_B, own_B), 1).flatten().int()
+
+        none_B = torch.zeros_like(starts_B)
+        cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
+        return StateMetadata(
+            interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
+            interleaved(none_B, settled_B), invariant=self.states.invariant,
+        )  # fmt: skip
+
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
         # With a host tier there are two. What one has selected is fetched while the other selects, and the first
         # attends while the rest is fetched.
         half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
-
-
-class _PhaseGroup:
-    """What is scheduled of one phase, and where its numbers lie in the packed integers."""
-
-    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
-        scheduled = [item for item, _ in pairs]
-        self.phase = scheduled[0].phase
-        self.query_lens = tuple(item.num_tokens for item in scheduled)
-        self.seq_lens = tuple(item.end for item in scheduled)
-        self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
-        self.seq_lens_at = packed.add(self.seq_lens)
-        self.rows = packed.add(row for _, row in pairs)
-
-
-class _StateRows:
-    """Where the numbers of a step's recurrent states lie in the packed integers."""
-
-    def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
-        lengths = [item.num_tokens for item in scheduled]
-        self._max_length = max(lengths)
-        self._slots = packed.add(_state_slot(item) for item in scheduled)
-        self._starts = packed.add(item.start for item in scheduled)
-        self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
-        self._settled: slice | None = None
-        if any(item.drafts for item in scheduled):
-            self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
-
-    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
-        """Return the same on the device."""
-        slots_B, starts_B, cu_seqlens_B1 = (
-            sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
-        )
-        settled_B = None if self._settled is None else sent[self._settled].int()
-        return StateMetadata(
-            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
-        )
-
-
-def _state_slot(item: ScheduledRequest) -> int:
-    slot = item.request.lease.state_slot
-    assert slot is not None, "a lease has a slot of recurrent states from its first step on"
-    return slot
-
-
-def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the step whose logits are needed: those that are sampled from, then logprob_rows."""
-    starts = list(accumulate((item.num_tokens for item in scheduled), initial=0))
-    sampled = [
-        row
-        for end, item in zip(starts[1:], scheduled, strict=True)
-        if item.samples_token
-        for row in range(end - 1 - len(item.drafts), end)
-    ]
-    first_rows = zip(starts[:-1], scheduled, strict=True)
-    return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
 
 
 def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int, skipped: Tensor) -> Tensor:
@@ -512,37 +521,3 @@ def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int
     pages_T = table_RN[rows_T, positions_T // page_size].long()
     slots_T = pages_T * page_size + positions_T % page_size
     return slots_T.index_fill_(0, skipped, -1) if len(skipped) else slots_T
-
-
-def _unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
-    rows, first = list[int](), 0
-    for item in scheduled:
-        rows += range(first, first + min(max(item.write_from - item.start, 0), item.num_tokens))
-        first += item.num_tokens
-    return rows
-
-
-def _unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
-    """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
-    rows, first = list[int](), 0
-    for item in scheduled:
-        exact_pages = item.request.lease.exact_pages
-        for page in range(item.start // page_size, cdiv(item.end, page_size)):
-            if page not in exact_pages:
-                start, stop = max(page * page_size, item.start), min((page + 1) * page_size, item.end)
-                rows += range(first + start - item.start, first + stop - item.start)
-        first += item.num_tokens
-    return rows
-
-
-def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
-    """Return the ids of all tokens; ON_DEVICE for a last one that the host does not know yet."""
-    token_ids: list[int] = []
-    for item in scheduled:
-        num_kept = item.num_tokens - len(item.drafts)
-        ids = item.request.token_ids[item.start : item.start + num_kept]
-        # The list ends with the last token that the host knows, so a slice may be one short.
-        token_ids += ids if len(ids) == num_kept else [*ids, ON_DEVICE]
-        token_ids += item.drafts
-    return token_ids

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.config import Config
-from nibble.drafts import SpeculativeSpec, verify_tokens
+from nibble.drafts import GPU_DRAFTS, SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 VOCAB_PADDING = 1024
 """Most tokens by which vocabularies of the same tokenizer differ."""
-GPU_TOKENS = 7
-"""Most draft tokens on a GPU where the user names no number: with the token before them, as many as kernels verify in
-one reading of the cache."""
 
 
 def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
@@ -44,16 +41,11 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
             "--speculative and --deterministic cannot be combined on a GPU: a step that verifies drafts computes in "
             "another order than one that decodes; leave one of them out"
         )
-    if model_spec.states and not hardware.is_cpu:
-        raise ConfigError(
-            f"{model_spec.family} has layers that keep a recurrent state, and drafts over those are computed on CPUs "
-            "only: leave --speculative out, or --device cpu"
-        )
 
 
 def max_tokens(spec: SpeculativeSpec, info: DrafterInfo, hardware: Hardware) -> int:
     """Return the most draft tokens of a request and step."""
-    return spec.tokens or min(info.max_tokens, info.max_tokens if hardware.is_cpu else GPU_TOKENS)
+    return spec.tokens or min(info.max_tokens, info.max_tokens if hardware.is_cpu else GPU_DRAFTS)
 
 
 def note(config: Config, hardware: Hardware) -> str:

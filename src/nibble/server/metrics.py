@@ -308,16 +308,8 @@ COUNTERS = (
     Row("kv_window_replayed_tokens", "window_replayed_tokens", "Cached tokens that were computed again."),
     Row("kv_window_evicted_pages", "window_evicted", "Exact pages that snapshots gave up."),
     Row("recurrent_state_hits", "states_snapshot_hits", "Cached prefixes whose states went on at their end."),
-    Row(
-        "recurrent_state_misses",
-        "states_snapshot_misses",
-        "Cached prefixes whose states were replayed in part.",
-    ),
-    Row(
-        "recurrent_state_replayed_tokens",
-        "states_replayed_tokens",
-        "Cached tokens computed again for their states.",
-    ),
+    Row("recurrent_state_misses", "states_snapshot_misses", "Cached prefixes whose states were replayed."),
+    Row("recurrent_state_replayed_tokens", "states_replayed_tokens", "Tokens computed again for states."),
     Row("recurrent_state_evicted_slots", "states_evicted", "Slots that snapshots gave up."),
     Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
     Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
@@ -333,6 +325,11 @@ FIDELITY_COUNTERS = (
 )
 """Present only with --watch-fidelity, as the gauges are."""
 FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
+FIDELITY_UNCOVERED = Row(
+    "kv_fidelity_uncovered_layers",
+    "fidelity_uncovered_layers",
+    "Layers with a recurrent state, which the watch compares with nothing.",
+)
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
     "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
@@ -413,7 +410,7 @@ class EngineCollector(Collector):
             yield self._family(CounterMetricFamily, name, doc, samples, "drafter", "position")
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        rows = (row for row in (*GAUGES, FIDELITY_ALERT) if row.key in stats)
+        rows = (row for row in (*GAUGES, FIDELITY_ALERT, FIDELITY_UNCOVERED) if row.key in stats)
         for name, group in groupby(rows, key=attrgetter("name")):
             first, *more = group
             samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
@@ -528,6 +525,8 @@ def _states(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, A
     return {
         "format": budget["format"],
         "bytes_per_slot": budget["bytes_per_slot"],
+        # With a fidelity watch, which looks at layers that attend.
+        "unwatched_layers": int(stats.get("fidelity_uncovered_layers", 0)),
         **_snapshot_counts(stats, "states", "slots"),
     }
 

@@ -31,23 +31,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
 from nibble.kernels import triton_present
 from nibble.kernels.recurrence import naive
 from nibble.kernels.recurrence.formats import layer_state
-from nibble.kernels.recurrence.types import LayerState, StateBatch, StateMetadata
+from nibble.kernels.recurrence.types import Convolution, LayerState, StateBatch, StateMetadata
 from nibble.kernels.state_formats import BLOCK
+
+if TYPE_CHECKING:
+    from nibble.kernels.recurrence.copies import CopyTable
 
 __all__ = [
     "BLOCK",
+    "Convolution",
     "LayerState",
     "StateBatch",
     "StateMetadata",
     "causal_conv",
+    "conv_recurrence",
     "copy_slots",
+    "copy_tables",
     "layer_state",
     "recurrence",
     "selective",
@@ -88,7 +94,14 @@ def causal_conv(
     if _has_kernels(batch, x_TC):
         from nibble.kernels.recurrence import conv
 
-        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        parts = batch.parts()
+        if parts is None:
+            return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        # A program for each tile of the longest prompt, for each request, would mostly find nothing to do.
+        many, ones = parts
+        rows, out_TC = slice(batch.num_rows), x_TC.new_empty(x_TC.shape)
+        conv.causal_conv(x_TC[rows], weight_CW, bias_C, activation, state, many, out=out_TC[rows])
+        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, ones, out=out_TC)
     return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, _on_host(x_TC, batch))
 
 
@@ -102,6 +115,7 @@ def recurrence(
     batch: StateBatch | StateMetadata,
     *,
     delta: bool,
+    unit: bool = False,
 ) -> Tensor:
     """Update matrices by keys and values, and read them by queries.
 
@@ -109,14 +123,15 @@ def recurrence(
     repeat_interleave in Transformers.
 
     Args:
-        q_TGK: Queries, scaled.
-        k_TGK: Keys, normalised where the rule wants it.
+        q_TGK: Queries, scaled, or raw ones with `unit`.
+        k_TGK: Keys, normalised where the rule wants it, or raw ones with `unit`.
         v_THV: Values.
         log_decay: Logarithms of decays, finite: float32 [T, H], or [T, H, K] with one for each column.
         beta_TH: Learning rates, or steps of time; None: 1.
         state: The layer's slots, which are updated.
         batch: The requests. Of StateMetadata nothing is checked, and nothing is read on the host.
         delta: Whether updates are by the delta rule.
+        unit: Whether queries and keys are normalised here, and queries multiplied with K^-1/2.
 
     Returns:
         [T, H, V] in the dtype of v, computed in float32.
@@ -142,11 +157,46 @@ def recurrence(
             f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
         )
     if _has_kernels(batch, v_THV):
-        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-        o_THV: Tensor = _matrix_rule(*inputs).recurrence(*inputs, delta=delta)
-        return o_THV
+        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH)
+        return _by_kernels(inputs, state, batch, delta=delta, unit=unit)
     host = _on_host(v_THV, batch)
+    if unit:
+        q_TGK, k_TGK = naive.unit_rows(q_TGK, k_TGK)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
+
+
+def conv_recurrence(
+    conv: Convolution,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateBatch | StateMetadata,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Convolve as causal_conv() does, and go on with its outputs as recurrence(): a decode step in one launch.
+
+    Args:
+        conv: The convolution, and where queries, keys and values are among its channels.
+        log_decay: As in recurrence(), and so are the following.
+        beta_TH: See there.
+        state: See there.
+        batch: See there.
+        delta: See there.
+        unit: See there.
+
+    Returns:
+        [T, H, V] in the dtype of the convolution's inputs.
+    """
+    if _has_kernels(batch, conv.x_TC):
+        from nibble.kernels.recurrence import decode
+        from nibble.kernels.recurrence.triton import is_one_token
+
+        if is_one_token(batch) and not batch.invariant and decode.convolves(conv, state):
+            return decode.conv_recurrence(conv, log_decay, beta_TH, state, batch, delta=delta, unit=unit)
+    y_TC = causal_conv(conv.x_TC, conv.weight_CW, conv.bias_C, conv.activation, state, batch)
+    return recurrence(*conv.split(y_TC, state), log_decay, beta_TH, state, batch, delta=delta, unit=unit)
 
 
 def selective(
@@ -191,40 +241,80 @@ def selective(
     return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, _on_host(x_TC, batch))
 
 
-def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
+def copy_slots(
+    layers: Sequence[LayerState],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tables: Sequence[CopyTable] = (),
+) -> None:
     """Copy whole slots, as they are before any is written.
 
     Args:
         layers: In which layers.
         sources: Slots.
         targets: Slots that get what is in them, one for each.
+        tables: Of these layers, from copy_tables(); none: they are made for this call.
 
     Raises:
         ValueError: There are not as many targets as sources, or a target is there twice.
     """
     if len(sources) != len(targets) or len(set(targets)) < len(targets):
         raise ValueError(f"slots {list(sources)} cannot be copied to {list(targets)}: one target for each")
-    if sources and layers and layers[0].inputs_SPC.is_cuda and triton_present():
+    if sources and _are_copied_by_kernels(layers):
         from nibble.kernels.recurrence import copies
 
-        copies.copy_slots(layers, sources, targets)
+        copies.copy_slots(layers, sources, targets, tables)
     else:
         naive.copy_slots(layers, sources, targets)
+
+
+def copy_tables(layers: Sequence[LayerState]) -> Sequence[CopyTable]:
+    """Return what copy_slots() needs to know of layers, which stays the same; nothing where no kernel copies."""
+    if not _are_copied_by_kernels(layers):
+        return ()
+    from nibble.kernels.recurrence import copies
+
+    return copies.tables_of(layers)
+
+
+def _are_copied_by_kernels(layers: Sequence[LayerState]) -> bool:
+    return bool(layers) and layers[0].inputs_SPC.is_cuda and triton_present()
 
 
 def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[StateMetadata]:
     return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
 
 
-def _matrix_rule(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    log_decay: Tensor,
-    beta_TH: Tensor | None,
-    state: LayerState,
-    batch: StateMetadata,
-) -> ModuleType:
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values, log decays and learning rates."""
+
+
+def _by_kernels(
+    inputs: _Inputs, state: LayerState, batch: StateMetadata, *, delta: bool, unit: bool
+) -> Tensor:
+    """Compute a step: decodes beside prompts by the kernel of decode steps."""
+    from nibble.kernels.recurrence import decode
+    from nibble.kernels.recurrence.tiles import unit_rows
+
+    parts, (q_TGK, k_TGK, v_THV, log_decay, beta_TH) = batch.parts(), inputs
+    is_decode = _matrix_rule(inputs, state, batch) is decode
+    if unit and not is_decode:
+        q_TGK, k_TGK = unit_rows(q_TGK, k_TGK)
+        inputs = q_TGK, k_TGK, v_THV, log_decay, beta_TH
+    if is_decode:
+        return decode.recurrence(*inputs, state, batch, delta=delta, unit=unit)
+    if parts is None:
+        o_THV: Tensor = _matrix_rule(inputs, state, batch).recurrence(*inputs, state, batch, delta=delta)
+        return o_THV
+    many, ones = parts
+    rows, o_THV = slice(batch.num_rows), v_THV.new_empty(v_THV.shape)
+    first = q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay[rows], None if beta_TH is None else beta_TH[rows]
+    _matrix_rule(first, state, many).recurrence(*first, state, many, delta=delta, out=o_THV[rows])
+    # Of these requests, rows are counted from the step's first.
+    return decode.recurrence(*inputs, state, ones, delta=delta, out=o_THV)
+
+
+def _matrix_rule(inputs: _Inputs, state: LayerState, batch: StateMetadata) -> ModuleType:
     """Return the kernels of a step: where results are to be invariant, the same for all steps."""
     from nibble.kernels.recurrence import decode, prompt
     from nibble.kernels.recurrence import triton as any_cut
@@ -233,8 +323,7 @@ def _matrix_rule(
         return any_cut
     if any_cut.is_one_token(batch):
         return decode
-    inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-    return prompt if prompt.serves(*inputs) else any_cut
+    return prompt if prompt.serves(*inputs, state, batch) else any_cut
 
 
 def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:
