@@ -361,11 +361,11 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
         context.term()
         os._exit(1)
     finally:
+        if publisher:
+            publisher.close()
         if llm.engine.ranks:
             # None is left behind.
             llm.close()
-        if publisher:
-            publisher.close()
 
 
 if __name__ == "__main__":

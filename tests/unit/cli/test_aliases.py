@@ -95,6 +95,11 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
     ("words", "answer"),
     [
         (
+            "m --pipeline-parallel-size 8",
+            "pipeline parallelism is not served: GPUs of a host share each layer",
+        ),
+        ("m --ep=2", "--ep 2: expert parallelism is not served"),
+        (
             "m --kv-events-config tcp://*:1",
             '--kv-events-config must be a JSON object, as \'{"enable_kv_cache_events"',
         ),
@@ -103,11 +108,6 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
             "--kv-events-config hwm: there is no such setting here, leave it out",
         ),
         ('m --kv-events-config {"publisher":"nats"}', "publisher is zmq or null, not 'nats'"),
-        (
-            "m --pipeline-parallel-size 8",
-            "pipeline parallelism is not served: GPUs of a host share each layer",
-        ),
-        ("m --ep=2", "--ep 2: expert parallelism is not served"),
         ("m --prefill-kv-cache-dequant-dtype fp8_e4m3", "choose by --prefill-backend"),
         ('m --hisparse-config {"host_to_device_ratio":5}', "host_memory=64GiB"),
         ('m --hisparse-config {"page":5}', "there is no such setting here"),
