@@ -308,16 +308,8 @@ COUNTERS = (
     Row("kv_window_replayed_tokens", "window_replayed_tokens", "Cached tokens that were computed again."),
     Row("kv_window_evicted_pages", "window_evicted", "Exact pages that snapshots gave up."),
     Row("recurrent_state_hits", "states_snapshot_hits", "Cached prefixes whose states went on at their end."),
-    Row(
-        "recurrent_state_misses",
-        "states_snapshot_misses",
-        "Cached prefixes whose states were replayed in part.",
-    ),
-    Row(
-        "recurrent_state_replayed_tokens",
-        "states_replayed_tokens",
-        "Cached tokens computed again for their states.",
-    ),
+    Row("recurrent_state_misses", "states_snapshot_misses", "Cached prefixes whose states were replayed."),
+    Row("recurrent_state_replayed_tokens", "states_replayed_tokens", "Tokens computed again for states."),
     Row("recurrent_state_evicted_slots", "states_evicted", "Slots that snapshots gave up."),
     Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
     Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
