@@ -64,13 +64,12 @@ def served(path: Path, tp: int, **options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM) -> list[tuple[int, ...]]:
-    outputs = llm.generate(PROMPTS, max_tokens=10, temperature=0, ignore_eos=True, progress=False)
+def answers(llm: LLM, max_tokens: int = 10) -> list[tuple[int, ...]]:
+    outputs = llm.generate(PROMPTS, max_tokens=max_tokens, temperature=0, ignore_eos=True, progress=False)
     return [output.completions[0].token_ids for output in outputs]
 
 
 def compare(path: Path, tp: int, name: str) -> None:
-    # So few pages that requests are preempted.
     options = {"kv_format": "fp32", "kv_memory": "8MiB"}
     with served(path, 1, **options) as llm:
         logits_TV, expected = llm.logits(PROMPT), answers(llm)
@@ -98,9 +97,9 @@ def test_every_family_that_may_be_divided(name: str, tp: int, paths: dict[str, P
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:
     options = {"kv_format": "fp32", "prefix_cache": False}
     with served(saved(paths, "llama"), 2, kv_memory="8MiB", **options) as llm:
-        expected, page = answers(llm), llm.plan.layout.bytes_per_token * llm.plan.page_size
+        expected, page = answers(llm, 40), llm.plan.layout.bytes_per_token * llm.plan.page_size
     with served(saved(paths, "llama"), 2, kv_memory=str(9 * page), **options) as llm:
-        assert answers(llm) == expected
+        assert answers(llm, 40) == expected
         assert llm.engine.scheduler.metrics.preemptions > 0
 
 
@@ -156,7 +155,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_deterministic_ranks_store_and_answer_what_one_does(
     tp: int, options: dict[str, Any], qwen: Path
 ) -> None:
-    options = {**options, "deterministic": True, "kv_memory": "1MiB", "prefix_cache": False}
+    options = {
+        **options,
+        "deterministic": True,
+        "kv_memory": "1MiB",
+        "token_budget": 64,
+        "prefix_cache": False,
+    }
     with served(qwen, 1, **options) as llm:
         logits_TV, expected = long_prompt(llm, 1)
     with served(qwen, tp, **options) as llm:
@@ -216,7 +221,13 @@ def test_means_of_other_heads_are_noticed(qwen: Path, monkeypatch: pytest.Monkey
     from nibble.engine import build
 
     own = build.kv_scales.part
-    options = {"kv_format": "nvfp4", "kv_window": 0, "kv_memory": "1MiB", "deterministic": True}
+    options = {
+        "kv_format": "nvfp4",
+        "kv_window": 0,
+        "kv_memory": "1MiB",
+        "token_budget": 64,
+        "deterministic": True,
+    }
     with served(qwen, 1, **options) as llm:
         _, expected = long_prompt(llm, 1)
 

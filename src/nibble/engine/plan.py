@@ -121,8 +121,7 @@ def plan_cache(
     here = hardware is None
     table = _backends(here)
     config, formats_note = _own_formats(pinned(config))
-    hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
-    hardware = parallel_plan.of_rank(hardware, config.tp)
+    hardware = _share(hardware or probe(config.device), config)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
     source, source_note = locate_config(config.model) if published else (config.model, "")
@@ -217,15 +216,17 @@ def _caveats(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> Iterato
         yield blocker
 
 
-def _share(hardware: Hardware, utilization: float | None) -> Hardware:
+def _share(hardware: Hardware, config: Config) -> Hardware:
     """Return the hardware with the part of its memory that may be used; raise ConfigError for a part of a CPU's."""
+    utilization = config.gpu_memory_utilization
     if utilization is None:
-        return hardware
+        return parallel_plan.of_rank(hardware, config.tp)
     if hardware.is_cpu:
         raise ConfigError(
             "--gpu-memory-utilization is for GPUs; on a CPU --kv-memory says how much the cache may have"
         )
-    return replace(hardware, memory=int(hardware.memory * utilization))
+    share = replace(hardware, memory=int(hardware.memory * utilization))
+    return parallel_plan.of_rank(share, config.tp)
 
 
 def _count_weights(

@@ -128,14 +128,14 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
         return Divided(attempt(list(changes.values())), tuple(_indivisible(text, size)), kv_heads)
     except _CannotDivideError:
         pass
-    replicated, kept = list(_indivisible(text, size)), list[Change]()
+    replicated, accepted = list(_indivisible(text, size)), list[Change]()
     for what, change in changes.items():
         try:
-            attempt([*kept, change])
-            kept.append(change)
+            attempt([*accepted, change])
+            accepted.append(change)
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
-    return Divided(attempt(kept), tuple(replicated), kv_heads)
+    return Divided(attempt(accepted), tuple(replicated), kv_heads)
 
 
 def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def _tried(
 def _compare_calls(whole: Sequence[Call], part: Sequence[Call], size: int) -> None:
     """Raise _CannotDivideError unless layers attend as in the whole model, over a part of the heads or all."""
     for one, other in zip(whole, part, strict=True):
-        heads, kept = one.query.shape[1], other.query.shape[1]
+        heads, own_heads = one.query.shape[1], other.query.shape[1]
         groups = {name: (x.shape[1], other.streams[name].shape[1]) for name, x in one.streams.items()}
         same = one.params.window == other.params.window and one.params.scale == other.params.scale
         sizes = [(x.shape[-1], other.streams[name].shape[-1]) for name, x in one.streams.items()] + [
@@ -250,10 +250,10 @@ def _compare_calls(whole: Sequence[Call], part: Sequence[Call], size: int) -> No
         ]
         if not same or any(a != b for a, b in sizes):
             raise _CannotDivideError("a head's size or scale would follow from the number of heads")
-        if kept not in (heads, heads // size):
-            raise _CannotDivideError(f"{kept} of {heads} heads")
+        if own_heads not in (heads, heads // size):
+            raise _CannotDivideError(f"{own_heads} of {heads} heads")
         for name, (all_groups, own) in groups.items():
-            expected = all_groups if name == LATENT or kept == heads else max(all_groups // size, 1)
+            expected = all_groups if name == LATENT or own_heads == heads else max(all_groups // size, 1)
             if own != expected:
                 raise _CannotDivideError(f"{own} of {all_groups} KV heads")
 
@@ -398,12 +398,12 @@ def splits(whole: Any, part: Any, shard: Shard) -> dict[str, Split]:
     stored = [
         revert_weight_conversion(model, state) for model, state in zip((whole, part), states, strict=True)
     ]
-    found = dict[str, Split]()
+    result = dict[str, Split]()
     for one, other in (states, stored):
         for name, x in one.items():
             if name in other and other[name].shape != x.shape:
-                found[name] = _split((whole, part), name, x, other[name], shard)
-    return found
+                result[name] = _split((whole, part), name, x, other[name], shard)
+    return result
 
 
 def _split(models: tuple[Any, Any], name: str, x: Tensor, own: Tensor, shard: Shard) -> Split:
@@ -423,7 +423,7 @@ class Division:
 
     def __init__(self, whole: PretrainedConfig, part: PretrainedConfig, shard: Shard) -> None:
         self.shard = shard
-        models = [bare_skeleton(copy.deepcopy(config)) for config in (whole, part)]
+        models = bare_skeleton(copy.deepcopy(whole)), bare_skeleton(copy.deepcopy(part))
         self.layout = layout(*models)
         self.splits = splits(*models, shard)
 

@@ -295,8 +295,8 @@ class ProcessClient:
             self.state = State.STARTING
             # The listener may still have the last messages to read.
             await asyncio.sleep(LAST_MESSAGES_S)
-            cause = {"cause": self._cause} if self._cause else {}
-            log_event("engine ended", code=process.returncode, open_requests=len(self._open), **cause)
+            facts: dict[str, Any] = {"cause": self._cause} if self._cause else {}
+            log_event("engine ended", code=process.returncode, open_requests=len(self._open), **facts)
             return self._has_served
         finally:
             listener.cancel()

@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from nibble.kernels.collectives import Collectives
 
+dist: Any = torch.distributed  # whose stub leaves out what a build may lack
 TIMEOUT_S = 600.0
 """A rank that waits longer for another gives up; engine/ranks.py notices before."""
 ONE_SHOT_BYTES = 512 << 10
@@ -27,7 +28,7 @@ ONE_SHOT_BYTES = 512 << 10
 log = logging.getLogger("nibble.ranks")
 
 
-def store(address: str, port: int, rank: int, size: int) -> dist.Store:
+def store(address: str, port: int, rank: int, size: int) -> Any:
     """Return what ranks find one another by; rank 0 serves it.
 
     Args:
@@ -41,7 +42,7 @@ def store(address: str, port: int, rank: int, size: int) -> dist.Store:
     )
 
 
-def connect(shared: dist.Store, rank: int, size: int, device: torch.device) -> Collectives:
+def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collectives:
     """Return a rank's way to the others; all ranks must call this.
 
     Args:
@@ -58,7 +59,7 @@ def connect(shared: dist.Store, rank: int, size: int, device: torch.device) -> C
 class GlooCollectives:
     """CPUs of one host."""
 
-    def __init__(self, shared: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, shared: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         # Not the group of the process: any number of engines may be in it.
         self._group: Any = dist.ProcessGroupGloo(
@@ -98,7 +99,7 @@ class GlooCollectives:
 class NcclCollectives:
     """GPUs of one host, a process for each."""
 
-    def __init__(self, shared: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, shared: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         dist.init_process_group(
             "nccl", store=shared, rank=rank, world_size=size, device_id=device,
