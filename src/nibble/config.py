@@ -220,9 +220,9 @@ class Config:
                 kind = type(value).__name__
                 raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
         self._check_names()
-        for name in ("tp", "max_running", "token_budget", "page_size", "max_context", "index_topk", "threads"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        counts = ("tp", "max_running", "token_budget", "page_size", "max_context", "index_topk", "threads")
+        for name in counts:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.state_interval < 0:
             raise ConfigError(f"state_interval must be a number of tokens or 0, not {self.state_interval}")

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from nibble.errors import ConfigError
 from nibble.model_spec import LATENT, ModelSpec
 from nibble.models.experts import expert_matrices
-from nibble.models.hook import Call, adapt
+from nibble.models.hook import Call, Observer, adapt
 from nibble.models.observe import bare_skeleton, observe, record_calls
 from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
@@ -145,7 +145,11 @@ def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
 
 def _calls(model: Any) -> list[Call]:
     """Return how the layers of a bare model attend; it is adapted."""
-    return record_calls(adapt(model).eval(), model.config.get_text_config().model_type).calls
+    return _observer(model).calls
+
+
+def _observer(model: Any) -> Observer:
+    return record_calls(adapt(model).eval(), model.config.get_text_config().model_type)
 
 
 def _check_heads(text: Any, size: int) -> None:
