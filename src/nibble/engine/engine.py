@@ -20,6 +20,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner
@@ -153,6 +154,8 @@ class Engine:
     """Who drafts tokens, if anybody does."""
     ranks: Ranks | None = None
     """The other processes, where the model is divided among GPUs."""
+    cache_events: CacheEvents | None = field(default=None, init=False)
+    """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
@@ -247,12 +250,31 @@ class Engine:
                 )
             # The prefix cache's pages count too: the caller may need all of them.
             self.scheduler.manager.clear()
+            self._flush_events()
             yield
+            self._flush_events()
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Requests that run keep their pages, which are free once they end."""
         with self._lock:
             self.scheduler.manager.clear()
+            self._flush_events()
+
+    def observe_cache(self, sink: Sink) -> None:
+        """Hand what happens to the prefix cache to `sink` after each step; the cache is emptied first."""
+        with self._lock:
+            if self.cache_events is None:
+                manager = self.scheduler.manager
+                self.cache_events = CacheEvents(self.namespace, manager.page_size)
+                manager.observe(self.cache_events)
+            else:
+                self.scheduler.manager.clear()
+                self._flush_events()
+            self.cache_events.sinks.append(sink)
+
+    def _flush_events(self) -> None:
+        if self.cache_events:
+            self.cache_events.flush()
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End `requests`, whatever their state; their pages are free at once."""
@@ -300,6 +322,7 @@ class Engine:
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
+            self._flush_events()
 
     def _waits(self) -> bool:
         """Return whether what the steps in flight sample must be on the host before the next one is scheduled."""

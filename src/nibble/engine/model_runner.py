@@ -474,9 +474,31 @@ class ModelRunner:
             bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
         )  # fmt: skip
         exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
-        ctx = self._context(self._with_frames(slots(page_table_BN), [batch], exact_slots_T))
+        state_batch = self._verify_states(inputs, length) if self.states else None
+        ctx = self._context(
+            self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
+        )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         graphs.store_logits(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx))
+
+    def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
+        """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
+        assert self.states and self.tables.slots_R is not None
+        slots_B = self.tables.slots_R.index_select(0, inputs.rows_B)
+        # Of rows that decode or verify, the first one stays whatever becomes of the others.
+        settled_B, starts_B = inputs.new_B.clamp(max=1), inputs.ends_B - inputs.new_B
+        slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
+        ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=self.device)
+
+        def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
+            return torch.stack((padding_B, own_B), 1).flatten().int()
+
+        none_B = torch.zeros_like(starts_B)
+        cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
+        return StateMetadata(
+            interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
+            interleaved(none_B, settled_B), invariant=self.states.invariant,
+        )  # fmt: skip
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""

@@ -104,7 +104,7 @@ def warm_up(
     """
     tests = list(tests_of(runner)) if test else []
     mark = None
-    with explain_out_of_memory(budget):
+    with explain_out_of_memory(budget), ahead.abandoned_on_error():
         if runner.device.type == "cuda":
             with startup.part("rehearsal"):
                 mark = _rehearse(runner, config, budget, max_tokens, tests)
@@ -123,7 +123,7 @@ def warm_up(
         with startup.part("short prompts"):
             _run_chunks(runner, budget.step_tokens, max_tokens)
             if config.drafts:
-                _run_drafts(runner, max_tokens)
+                _run_drafts(runner, max_tokens, config.drafts.tokens or max(DRAFTS))
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
@@ -158,12 +158,12 @@ def _rehearse(
     tests: Sequence[Callable[[], None]],
 ) -> Path | None:
     """Begin to compile the kernels of a start; return the file that says so, None where it says so already."""
-    mark = rehearsal.mark_of(runner, budget)
+    mark = rehearsal.mark_of(runner, budget, bool(tests), bool(config.drafts))
     if mark.exists() or runner.followers:  # a rank would wait for the others in each layer
         return None
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
-        steps.append(partial(_run_drafts, runner, max_tokens))
+        steps.append(partial(_run_drafts, runner, max_tokens, config.drafts.tokens or max(DRAFTS)))
     sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
     steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
     # Models of --deterministic run other operators than they are written with.
@@ -224,21 +224,26 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
         manager.release(request.lease)
 
 
-def _run_drafts(runner: ModelRunner, max_tokens: int) -> None:
-    """Verify a few tokens and several, so that fewer requests wait for what such steps compile."""
+def _run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
+    """Verify a few tokens and several, up to the most, so that fewer requests wait for what such steps compile.
+
+    Without a record: steps that have tokens of prompts too are computed so.
+    """
     manager, request = _manager(runner), Request("warm", [0] * (FIRST_STEP + 1))
-    most = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
-    if most < max(DRAFTS):
+    room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
+    if room < most:
         return
     request.lease = manager.open(request.token_ids, "")
-    manager.reserve(request.lease, FIRST_STEP + 1 + max(DRAFTS))
+    most = min(most, manager.draft_room(request.lease, FIRST_STEP))
+    manager.reserve(request.lease, FIRST_STEP + 1 + most)
+    graphs, runner.graphs = runner.graphs, None
     runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
-    for count in DRAFTS:
-        drafts = (0,) * count
+    for count in sorted({min(count, most) for count in (*DRAFTS, most)}):
         item = ScheduledRequest(
-            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=drafts
+            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
         )
         runner.forward(Batch((item,)))
+    runner.graphs = graphs
     manager.release(request.lease)
 
 

@@ -138,7 +138,7 @@ def unpacked(
                 plain[_join(module, end)] = PlacedSlice(tensor, device)
         if spelling:
             name = _join(module, "" if spelling.codes == "_blocks" else "weight")
-            parts = Parts(name, stored, config)
+            parts = Parts(name, stored, config, device)
             plain[name] = _Slice(parts, spelling, lock, device, packer)
     if not owner:
         raise WeightError(f"{folder} has no *.safetensors, from which alone quantised weights are read")
@@ -321,7 +321,8 @@ def _experts_mxfp4(parts: Parts) -> Tensor:
     (experts, outputs, blocks, half), scale_shape = blocks_ENB16.shape, tuple(scales_ENB.shape)
     parts.check(scale_shape == (experts, outputs, blocks), f"{scale_shape} scales")
     # Values of two bits times powers of two are exact in BF16.
-    x_EKN = torch.empty(experts, blocks * 2 * half, outputs, dtype=torch.bfloat16)
+    # On the device at once: a layer's experts are four times as large as in the file.
+    x_EKN = torch.empty(experts, blocks * 2 * half, outputs, dtype=torch.bfloat16, device=parts.device)
     for x_KN, blocks_NB16, scales_NB in zip(x_EKN, blocks_ENB16, scales_ENB, strict=True):
         x_KN.copy_((_e2m1(blocks_NB16) * _e8m0(scales_NB)[..., None]).flatten(1).T)
     return x_EKN

@@ -1,6 +1,6 @@
 """The engine's process, and the messages that it exchanges with the server.
 
-    python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
+    python -m nibble.server.worker ADDRESS LOG_FORMAT [PLACE] < config.json
 
 The process takes commands, steps, and sends what each step added in one message. It is never held up by tokenising,
 JSON or slow readers, and it ends with its parent. Messages are plain data, encoded by msgspec as MessagePack.
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from nibble.cache.events import BlockStored, KVEvent
 from nibble.config import SamplingParams
+from nibble.engine.kv_events import Endpoints, Publisher
 from nibble.engine.request import Delta
 from nibble.errors import NibbleError, RankError, RequestError, set_caller
 from nibble.models.generation_config import SamplingDefaults
@@ -42,6 +44,17 @@ class GenerationRequest:
     """Only requests of the same salt share pages."""
     priority: int = 0
     """A lower one is served before."""
+
+
+class Place(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process is told beside its config."""
+
+    replica: int = 0
+    """Which of several engines of one server it is."""
+    forwards_events: bool = False
+    """Whether the server is sent what happens to the prefix cache."""
+    kv_events: Endpoints | None = None
+    """Where that is published."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -79,6 +92,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """For people and programs: the plan, where memory goes, how the start went."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """What requests get that leave it out."""
+    namespace: str = ""
+    """Of pages: their layout and scheme, and the version of their scales."""
+    page_size: int = 1
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +135,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     """By name, as the scheduler's metrics and the cache's have them."""
 
 
-Event = Ready | Failed | Refused | Pieces | PrefixCacheReset | Stats
+class CacheChange(msgspec.Struct, frozen=True, tag=True):
+    """Event: what a step did to the prefix cache, for the server's router; without tokens."""
+
+    events: list[KVEvent]
+
+
+Event = Ready | Failed | Refused | Pieces | PrefixCacheReset | Stats | CacheChange
 
 
 # Built once: decoders compile the types.
@@ -250,8 +272,16 @@ class Worker:
         except NibbleError as error:
             self._refuse(command, error)
 
+    def forward(self, events: Sequence[KVEvent]) -> None:
+        """Send the server what happened to the prefix cache (`Engine.observe_cache`), before the pieces of the step."""
+        self._send(CacheChange([_without_tokens(event) for event in events]))
+
     def _send(self, event: Event) -> None:
         self._socket.send(encode(event))
+
+
+def _without_tokens(event: KVEvent) -> KVEvent:
+    return msgspec.structs.replace(event, token_ids=[]) if isinstance(event, BlockStored) else event
 
 
 def ready_message(llm: LLM) -> Ready:
@@ -270,7 +300,10 @@ def ready_message(llm: LLM) -> Ready:
         "certificate": llm.certificate.summary() if llm.certificate else None,
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(scheduler.limit, llm.engine.vocab_size, plan, llm.engine.sampling_defaults)
+    engine, page_size = llm.engine, scheduler.manager.page_size
+    return Ready(
+        scheduler.limit, engine.vocab_size, plan, engine.sampling_defaults, engine.namespace, page_size
+    )
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
@@ -289,12 +322,13 @@ def engine_stats(llm: LLM) -> dict[str, float]:
     return stats | {name: value for part in parts if part for name, value in part.numbers().items()}
 
 
-def main(address: str, log_format: str) -> None:
-    """Start the engine of the config on standard input, and serve at `address`."""
+def main(address: str, log_format: str, place_json: str = "{}") -> None:
+    """Start the engine of the config on standard input, and serve at `address`. place_json: a Place."""
     # Asked for now: the parent may be gone before a model is loaded.
     parent = os.getppid()
     set_caller("serve")
     configure(log_format)
+    place = msgspec.json.decode(place_json, type=Place)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     # In milliseconds: the last message may say why the engine could not start.
@@ -302,6 +336,8 @@ def main(address: str, log_format: str) -> None:
     socket.connect(address)
     config = json.load(sys.stdin)
     try:
+        # Before seconds of loading: the endpoint may be taken.
+        publisher = Publisher(place.kv_events, place.replica) if place.kv_events else None
         from nibble.engine.llm import LLM
 
         llm = LLM(**config)
@@ -312,6 +348,10 @@ def main(address: str, log_format: str) -> None:
         message = str(error)
         socket.send(encode(Failed(message, type(error).__name__)))
         raise SystemExit(1) from error
+    if publisher:
+        llm.engine.observe_cache(publisher.publish)
+    if place.forwards_events:
+        llm.engine.observe_cache(worker.forward)
     try:
         worker.run()
     except RankError as error:
@@ -321,6 +361,8 @@ def main(address: str, log_format: str) -> None:
         context.term()
         os._exit(1)
     finally:
+        if publisher:
+            publisher.close()
         if llm.engine.ranks:
             # None is left behind.
             llm.close()
