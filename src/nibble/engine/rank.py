@@ -69,7 +69,7 @@ class Follower:
         """Check that the memory suffices, once everything is allocated."""
         import torch
 
-        from nibble.engine.warmup import check_memory
+        from nibble.engine.memory_check import check_memory
 
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize()

@@ -130,8 +130,8 @@ class _GroupTest:
     def _joins(self) -> bool:
         """Return whether the convolution may make queries, keys and values and nothing else."""
         group = self.group
-        made = 2 * group.key_heads * group.columns + group.heads * group.rows
-        return group.rule in ("delta", "decay") and group.conv_channels == made
+        channels = 2 * group.key_heads * group.columns + group.heads * group.rows
+        return group.rule in ("delta", "decay") and group.conv_channels == channels
 
     def _joined(self, tokens: int) -> Serve:
         """Return a layer whose convolution makes queries, keys and values."""
