@@ -32,11 +32,12 @@ from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "axk1", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "kimi_linear", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mistral4", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "dots1", "ernie4_5", "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "kimi_linear", "lfm2", "llama", "llama4_text", "minicpm3",
+    "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron_h",
+    "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
 WIDTHS = (
