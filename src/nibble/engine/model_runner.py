@@ -155,13 +155,12 @@ class ModelRunner:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Run the model as it is written, on this rank alone."""
-        before = self._run, self.followers
-        self._run, self.followers = plain(self.model), None
+        """Run the model as it is written."""
+        run, self._run = self._run, plain(self.model)
         try:
             yield
         finally:
-            self._run, self.followers = before
+            self._run = run
 
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:

@@ -159,7 +159,7 @@ def _rehearse(
 ) -> Path | None:
     """Begin to compile the kernels of a start; return the file that says so, None where it says so already."""
     mark = rehearsal.mark_of(runner, budget, bool(tests), bool(config.drafts))
-    if mark.exists():
+    if mark.exists() or runner.followers:  # a rank would wait for the others in each layer
         return None
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:

@@ -122,21 +122,24 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
     text = config.get_text_config()
     _check_heads(text, size)
     whole = bare_skeleton(copy.deepcopy(config))
-    calls = _calls(bare_skeleton(copy.deepcopy(config)))
-    attempt = partial(_tried, config, whole, calls, size)
-    changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(calls, text.num_hidden_layers)
+    observer = _observer(bare_skeleton(copy.deepcopy(config)))
+    attempt = partial(_tried, config, whole, observer, size)
+    changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(observer.calls, text.num_hidden_layers)
+    replicated = list(_indivisible(text, size))
     try:
-        return Divided(attempt(list(changes.values())), tuple(_indivisible(text, size)), kv_heads)
+        part, states = attempt(list(changes.values()))
+        return Divided(part, (*replicated, *states), kv_heads)
     except _CannotDivideError:
         pass
-    replicated, accepted = list(_indivisible(text, size)), list[Change]()
+    accepted = list[Change]()
     for what, change in changes.items():
         try:
             attempt([*accepted, change])
             accepted.append(change)
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
-    return Divided(attempt(accepted), tuple(replicated), kv_heads)
+    part, states = attempt(accepted)
+    return Divided(part, (*replicated, *states), kv_heads)
 
 
 def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
@@ -144,12 +147,8 @@ def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
     return tuple(heads.get(layer, 0) for layer in range(layers))
 
 
-def _calls(model: Any) -> list[Call]:
-    """Return how the layers of a bare model attend; it is adapted."""
-    return _observer(model).calls
-
-
 def _observer(model: Any) -> Observer:
+    """Return how the layers of a bare model attend, and what states they keep; it is adapted."""
     return record_calls(adapt(model).eval(), model.config.get_text_config().model_type)
 
 
@@ -229,19 +228,27 @@ def _divide_vocabulary(size: int, text: Any) -> None:
 
 
 def _tried(
-    config: PretrainedConfig, whole: nn.Module, calls: Sequence[Call], size: int, changes: Sequence[Change]
-) -> PretrainedConfig:
-    """Return a config with all changes; raise _CannotDivideError where its model is not a part of the whole one."""
+    config: PretrainedConfig, whole: nn.Module, observer: Observer, size: int, changes: Sequence[Change]
+) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """Return a config with all changes, and which layers with states it leaves whole, in words.
+
+    Raises:
+        _CannotDivideError: its model is not a part of the whole one.
+    """
     changed = copy.deepcopy(config)
     for change in changes:
         change(changed.get_text_config())
     try:
         part = bare_skeleton(copy.deepcopy(changed))
         layout(whole, part)
-        _compare_calls(calls, _calls(part), size)
+        other = _observer(part)
     except ConfigError as error:
-        raise _CannotDivideError(str(error)) from error
-    return changed
+        raise _CannotDivideError("its code does not take fewer") from error
+    _compare_calls(observer.calls, other.calls, size)
+    pairs = zip(observer.recurrent_calls, other.recurrent_calls, strict=True)
+    rules = dict.fromkeys(a.rule for a, b in pairs if a.arguments["x"].shape == b.arguments["x"].shape)
+    states = (f"layers with recurrent states ({', '.join(rules)})",) if rules else ()
+    return changed, states
 
 
 def _compare_calls(whole: Sequence[Call], part: Sequence[Call], size: int) -> None:

@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nibble.kernels import ahead
-
 
 class Collectives(Protocol):
     """A rank of a group, and how it reaches the others."""
@@ -81,13 +79,10 @@ def side_by_side(parts: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
-    # Other ranks do not rehearse, so nothing would come from them.
-    return torch.zeros_like(x) if ahead.is_rehearsal() else _groups[group].all_reduce(x)
+    return _groups[group].all_reduce(x)
 
 
 def _all_gather(x: Tensor, group: int, size: int) -> Tensor:
-    if ahead.is_rehearsal():
-        return x.new_zeros(*x.shape[:-1], x.shape[-1] * size)
     return side_by_side(_groups[group].all_gather(x.contiguous())).contiguous()
 
 

@@ -127,9 +127,8 @@ class NcclCollectives:
             # Small integers, whose sums are exact in any order.
             x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
             expected = self._by_nccl(x)
-            ways = (self._one_shot, self._one_shot_copy)
-            if self._all_agree(all(bool((way(x) == expected).all()) for way in ways)):
-                return self._choose((self._by_nccl, *ways))
+            if self._all_agree(bool((self._one_shot(x) == expected).all())):
+                return self._choose((self._by_nccl, self._one_shot))
             error = "it does not add up as NCCL does"
         self._shared = None
         return f"sums of few rows go through NCCL: symmetric memory is not to be had ({error or 'on another rank'})"
@@ -143,7 +142,7 @@ class NcclCollectives:
             dist.broadcast(times, 0)
             self._ways.append(ways[int(times.argmin())])
             lines.append(f"{size >> 10}K: {' / '.join(f'{us:.1f}' for us in times.tolist())}")
-        return f"sums over GPUs in us, NCCL / one-shot / one-shot with its copy: {', '.join(lines)}"
+        return f"sums over GPUs in us, NCCL / one-shot: {', '.join(lines)}"
 
     def _all_agree(self, mine: bool) -> bool:
         votes = torch.tensor([float(mine)], device=self.device)
@@ -164,12 +163,6 @@ class NcclCollectives:
         part = self._shared[: x.numel()]
         part.copy_(x.view(-1))
         y: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
-        return y.view(x.shape)
-
-    def _one_shot_copy(self, x: Tensor) -> Tensor:
-        assert self._shared is not None
-        part = self._shared[: x.numel()]
-        y: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.view(-1), "sum", self._name)
         return y.view(x.shape)
 
     def _by_nccl(self, x: Tensor) -> Tensor:
