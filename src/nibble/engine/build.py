@@ -229,6 +229,7 @@ def _build(
             with startup.part("compiler"):
                 compile_cache.warm_compiler(config.compile_cache)
     here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
+    startup.notes += filter(None, [getattr(here.group, "note", "")] if here else [])
     model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
