@@ -5,10 +5,10 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,14 @@ from nibble.cache.state_pool import StatePool
 from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup
-from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
+from nibble.engine.calibration import (
+    CALIBRATION_TOKENS,
+    builtin_texts,
+    measure_scales,
+    start_tokens,
+    tokens_of_start,
+)
+from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, adapters
@@ -39,7 +46,7 @@ from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
-from nibble.engine.speculation_plan import speculation
+from nibble.engine.speculation_plan import head_layers, speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
@@ -47,15 +54,16 @@ from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
-from nibble.models import compile_cache, invariant
+from nibble.models import compile_cache, invariant, taps
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
+from nibble.models.equivalence import layer_list
 from nibble.models.forward import Forward, compiled, plain_invariant
+from nibble.models.heads import load_config
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
-from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
+from nibble.models.hub import has_tokenizer, local_folder, locate, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.quantization import Handling, require_readable
-from nibble.models.refusals import load_config
 from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter
 
@@ -78,12 +86,15 @@ class EngineParts:
     scales: KVScales = kv_scales.NONE
 
 
-def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> EngineParts:
+def plan_parts(
+    config: Config, calibrate: Sequence[str] | None = None, target: Engine | None = None
+) -> EngineParts:
     """Plan an engine, and load and check all that needs no weights.
 
     Args:
         config: what is requested.
         calibrate: texts to measure KV scales with, instead of config.kv_scales.
+        target: of the model that a head drafts for, if this is one.
 
     Raises:
         ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
@@ -99,7 +110,9 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         # KV scales that it brings have a say in the transforms.
         engine_plan = _runnable(plan_engine(config))
     defaults = sampling_defaults(model, config.generation_config)
-    tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
+    tokenizer = (
+        target.tokenizer if target else tokenizer_of(model, config.chat_template, config.trust_remote_code)
+    )
     _check_tokenizers(engine_plan, tokenizer)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
     scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
@@ -118,7 +131,7 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
 def _check_tokenizers(engine_plan: EnginePlan, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError where a model drafts whose tokens are other ones."""
     draft = engine_plan.draft
-    if draft is None or tokenizer is None:
+    if draft is None or tokenizer is None or split_head(draft.model)[0]:
         return
     other = tokenizer_of(pinned(draft).model, trust_remote_code=draft.trust_remote_code)
     if other is not None and not tokenizer.is_like(other):
@@ -162,7 +175,12 @@ def _runnable(engine_plan: EnginePlan) -> EnginePlan:
 
 
 def build(
-    config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False, test: bool = True
+    config: Config,
+    calibrate: Sequence[str] | None = None,
+    *,
+    poison: bool = False,
+    test: bool = True,
+    target: Engine | None = None,
 ) -> tuple[Engine, EnginePlan]:
     """Return a running engine, and its plan.
 
@@ -171,6 +189,7 @@ def build(
         calibrate: texts to measure KV scales with, instead of config.kv_scales.
         poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
         test: whether to run the start-up test.
+        target: of the model that a head drafts for, if this is one.
 
     Raises:
         ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
@@ -180,14 +199,14 @@ def build(
     """
     # It begins before the model is loaded, so that there is something to measure.
     meter = LoadMeter()
-    parts, startup = plan_parts(config, calibrate), StartupReport()
+    parts, startup = plan_parts(config, calibrate, target), StartupReport()
     engine_plan = parts.plan
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         compile_cache.use_cache_folder()
-    model, scales = _load(parts, startup, meter)
+    model, scales = _load(parts, startup, meter, target)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
@@ -208,6 +227,8 @@ def build(
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
     drafter = _draft_model(engine_plan, engine, test=test)
     engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
+    if engine.speculation and (head := engine.speculation.head):
+        engine.scheduler.reusable = lambda request: min(request.num_reusable_tokens, head.reusable(request))
     return engine, engine_plan
 
 
@@ -219,14 +240,17 @@ def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tupl
     config = replace(
         engine_plan.draft, threads=torch.get_num_threads() if engine_plan.hardware.is_cpu else None
     )
-    with engine.startup.part("draft model"):
-        draft, draft_plan = build(config, test=test)
+    target = engine if split_head(config.model)[0] else None
+    with engine.startup.part("draft head" if target else "draft model"):
+        draft, draft_plan = build(config, test=test, target=target)
     scheduler = draft.scheduler
     sampler = Sampler(engine_plan.config.seed)
     return draft.runner, scheduler.manager, sampler, draft_plan.budget.step_tokens, scheduler.limit
 
 
-def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple[nn.Module, KVScales]:
+def _load(
+    parts: EngineParts, startup: StartupReport, meter: LoadMeter, target: Engine | None
+) -> tuple[nn.Module, KVScales]:
     """Load the weights, choose the threads, and measure KV scales where there are texts for it."""
     engine_plan, config = parts.plan, parts.plan.config
     dtype, device = engine_plan.plan.dtype, engine_plan.hardware.device
@@ -241,7 +265,12 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
             activations=engine_plan.activations,
         )  # fmt: skip
     with startup.part("preparation"):
+        if target:
+            cast(Any, model).share(target.runner.model)
         prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
+        if engine_plan.draft and split_head(engine_plan.draft.model)[0]:
+            layers = head_layers(engine_plan.draft, engine_plan.model_spec)
+            taps.attach(model, *layer_list(model, engine_plan.model_spec), layers)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:
@@ -249,21 +278,38 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         startup.notes += parts.scales.notes
         return model, parts.scales
     with startup.part("calibration"):
-        scales = _measure(parts, model)
+        scales = _measure(parts, model, target)
     startup.kv_scales = parts.source.report(config.model, scales, startup.seconds["calibration"])
     startup.notes += scales.notes
     return model, scales
 
 
-def _measure(parts: EngineParts, model: nn.Module) -> KVScales:
+def _measure(parts: EngineParts, model: nn.Module, target: Engine | None) -> KVScales:
     engine_plan = parts.plan
     assert parts.texts is not None and parts.tokenizer is not None
     prompts = [parts.tokenizer.encode(text) for text in parts.texts]
     most = CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(engine_plan)
+    if target:
+        most = start_tokens(engine_plan.hardware.device)
+        prompts = [_head_prompt(model, target, prompts[0][: most + 1])]
     scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens, most)
     for store in engine_plan.plan.stores:
         kv_scales.require(store, scales)
     return scales
+
+
+def _head_prompt(head: Any, target: Engine, ids: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that a head reads of a text, and give it the model's hidden states of the text."""
+    ids = ids[: min(target.scheduler.limit, head.config.max_position_embeddings)]
+    states = list[Tensor]()
+
+    def keep(logits: Tensor) -> None:
+        assert target.runner.hidden_states is not None
+        states.append(head.combine(target.runner.hidden_states))
+
+    run_prompt(target.runner, target.scheduler.manager, ids, CHUNK, keep)
+    head.example_states = torch.cat(states)
+    return ids[1:]
 
 
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
@@ -353,7 +399,7 @@ def _engine(
     tables = PageTables(
         config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
-    run = _forward(config, hardware, model)
+    run: Forward | None = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
@@ -405,7 +451,13 @@ def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(eos_ids)
 
 
-def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:
+def run_prompt(
+    runner: ModelRunner,
+    manager: CacheManager,
+    ids: Sequence[int],
+    chunk: int,
+    on_chunk: Callable[[Tensor], None] | None = None,
+) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:
@@ -413,6 +465,7 @@ def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], c
         manager: of the runner's pool, with room for all tokens.
         ids: the prompt.
         chunk: most tokens of a step, of which CHUNK at most are used.
+        on_chunk: takes the logits of each chunk, which are not returned then.
     """
     # The logits of all tokens of a step are computed at once.
     chunk = min(chunk, CHUNK)
@@ -426,7 +479,11 @@ def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], c
             # With a host tier every chunk attends over tokens that have been there.
             manager.round_trip(request.lease)
             item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
-            logits.append(runner.forward(Batch((item,)), every=True))
+            of_chunk = runner.forward(Batch((item,)), every=True)
+            if on_chunk:
+                on_chunk(of_chunk)
+            else:
+                logits.append(of_chunk)
             manager.commit(request.lease, request.token_ids, item.end)
     finally:
         manager.release(request.lease)

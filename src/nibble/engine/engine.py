@@ -318,6 +318,8 @@ class Engine:
         rows = [(item, count) for item in sampling for count in range(1 + len(item.drafts))]
         try:
             logits = self.runner.forward(batch)
+            if self.speculation and self.speculation.head:
+                self.speculation.head.observe(batch, self.runner.hidden_states)
             sampled = self._sample(logits[: len(rows)], rows) if rows else None
             prompt_logits = logits[len(rows) :]
             fixed = self.sampler.fixed_shapes

@@ -67,11 +67,17 @@ class Graphs:
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
+        self.states: Tensor | None = None
+        """Hidden states [max_rows, X], allocated by the first step, where a head drafts."""
         self._record = record
         self._replays: dict[int, Callable[[], None]] = {}
 
-    def store_logits(self, logits_BV: Tensor) -> None:
-        """Copy a step's logits, so that their own memory serves the next graph too."""
+    def store_logits(self, logits_BV: Tensor, states_BX: Tensor | None = None) -> None:
+        """Copy a step's logits and hidden states, so that their own memory serves the next graph too."""
+        if states_BX is not None:
+            if self.states is None:
+                self.states = states_BX.new_empty(len(self.rows), states_BX.shape[1])
+            self.states[: len(states_BX)].copy_(states_BX)
         if not len(self.logits):
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
@@ -169,6 +175,8 @@ class ModelRunner:
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
     """Compares what attention answers with rows of the model's own precision."""
+    hidden_states: Tensor | None = field(default=None, init=False)
+    """[T, X], of the last forward(), in its order, where a head drafts for the model (models/taps.py)."""
     _sampled_rows_S: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +253,8 @@ class ModelRunner:
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
-        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
+        logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
+        self.hidden_states = None if states is None else states[:count]
         return logits[: len(logit_rows)]
 
     def _metadata(
@@ -396,6 +405,7 @@ class ModelRunner:
             self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
+        self.hidden_states = None if graphs.states is None else graphs.states[: len(scheduled)]
         return graphs.logits[: len(scheduled)]
 
     @torch.inference_mode()
@@ -432,8 +442,7 @@ class ModelRunner:
             )
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
-        logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
-        graphs.store_logits(logits)
+        graphs.store_logits(*_parts(self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)))
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
@@ -478,6 +487,11 @@ class _StateRows:
         return StateMetadata(
             slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
         )
+
+
+def _parts(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits and the hidden states of a pass; most models leave none."""
+    return output if isinstance(output, tuple) else (output, None)
 
 
 def _state_slot(item: ScheduledRequest) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from nibble.engine.drafters import Drafter
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, HeadDrafter
 from nibble.engine.request import Logprob, Request, ScheduledRequest
 
 FIRST_TOKENS = 4
@@ -127,6 +127,7 @@ class Speculation:
         step_tokens: most tokens of a step that has drafts: beyond it a step takes longer with every token.
         vocab_size: tokens of the model.
         overlaps: whether steps are launched before the last is read, unless somebody may draft.
+        head: the drafter, where it reads the model's hidden states.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Speculation:
     step_tokens: int
     vocab_size: int
     overlaps: bool = False
+    head: HeadDrafter | None = None
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
