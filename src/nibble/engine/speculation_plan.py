@@ -104,7 +104,7 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
     folder = local_folder(path)
     # A file of scales beside a model is of the model's own layers.
     has_scales = info.takes_path and folder is not None and (folder / kv_scales.FILE_NAME).exists()
-    scales = "auto" if has_scales else "calibrate"
+    scales = "auto" if has_scales else "one" if config.kv_scales == "one" else "calibrate"
     return Config(model=f"{info.name}:{path}", kv_window=0, max_context=None, kv_scales=scales, **common)
 
 
