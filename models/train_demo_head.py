@@ -98,10 +98,6 @@ class Head(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
-        # At first its hidden state is that behind the demo's last layer, which its output is made for.
-        with torch.no_grad():
-            self.fc.weight[:, -size:] += torch.eye(size)
-            self.norm.weight.copy_(demo.model.norm.weight)
 
     def qkv(self, embeds_BNH: Tensor, states_BNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, G, N, D] of a step; keys and values come once for each head."""
