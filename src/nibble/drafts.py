@@ -34,7 +34,7 @@ class SpeculativeSpec:
 
     @classmethod
     def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
-        """Parse `lookup`, `draft:PATH` or `draft:PATH,kv_format=nvfp4`, and `auto` or a number; raise ConfigError.
+        """Parse `lookup`, `mtp`, `draft:PATH` or `draft:PATH,kv_format=nvfp4`, and `auto` or a number; raise ConfigError.
 
         None for the empty text.
         """
@@ -46,14 +46,14 @@ class SpeculativeSpec:
             if tokens != "auto":
                 raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
             return None
-        name, colon, rest = text.partition(":")
-        path, comma, setting = rest.partition(",")
+        drafter, comma, setting = text.partition(",")
+        name, colon, path = drafter.partition(":")
         if colon and not path:
             raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
         key, _, kv_format = setting.partition("=")
         if comma and (key.strip() != "kv_format" or not kv_format):
             raise ConfigError(
-                f"cannot read {setting!r} of speculative; write it as {name}:{path},kv_format=nvfp4"
+                f"cannot read {setting!r} of speculative; write it as {drafter},kv_format=nvfp4"
             )
         count = None if tokens == "auto" else int(tokens)
         return cls(drafter=name, path=path, tokens=count, kv_format=kv_format.strip())

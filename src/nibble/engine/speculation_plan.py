@@ -36,6 +36,8 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
     if info.takes_path != bool(spec.path or _bundled_head(config, info)):
         form = f"{info.name}:PATH" if info.takes_path else info.name
         raise ConfigError(f"--speculative {config.speculative}: write it as {form}")
+    if spec.kv_format and not (info.takes_path or info.is_head):
+        raise ConfigError(f"--speculative {config.speculative}: {info.name} has no cache; write it as {info.name}")
     if config.offload:
         raise ConfigError(
             "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "

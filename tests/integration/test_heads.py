@@ -1,0 +1,184 @@
+"""Heads that draft: what they say is what their publications say, and answers with them are those without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_draft_model import rates
+from test_speculative import DRAWN, GREEDY, PROMPTS, answers, same
+from test_speculative import engine as small_engine
+from torch import Tensor
+
+from bits import preempting
+from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
+from nibble import LLM
+from nibble.engine import draft_head
+from nibble.engine.draft_head import DraftHead
+from nibble.errors import ConfigError, WeightError
+from nibble.models import head_model
+from tiny import save_tiny
+
+FORMATS = ("raw", "speculators")
+Said = list[tuple[list[int], list[int], Tensor]]
+"""Tokens of a request, drafts behind them, and the logits of the next draft."""
+
+
+def engine(model: Path, **options: Any) -> LLM:
+    return small_engine(model, **{"kv_memory": "32MiB", **options})
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def eagles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_eagle3(tmp_path_factory.mktemp(name), name) for name in FORMATS}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_mtp(tmp_path_factory.mktemp(kind), kind) for kind in MTP}
+
+
+@contextmanager
+def overheard() -> Iterator[Said]:
+    """Notes what heads say."""
+    said: Said = []
+    before = DraftHead._draw
+
+    def draw(self: DraftHead, tracks: Any, logits: Tensor) -> Any:
+        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        full[:, slice(None) if self.draft_ids is None else self.draft_ids] = logits.float()
+        for track, row in zip(tracks, full, strict=True):
+            said.append((list(track.request.token_ids), list(track.drafts), row.clone()))
+        return before(self, tracks, logits)
+
+    DraftHead._draw = draw  # type: ignore[method-assign]
+    try:
+        yield said
+    finally:
+        DraftHead._draw = before  # type: ignore[method-assign]
+
+
+def say(model: Path, drafter: str, **options: Any) -> Said:
+    """What a head says of some prompts, over caches that round nothing."""
+    options = {"kv_format": "fp32", "speculative_tokens": "3", "token_budget": 48, **options}
+    llm = engine(model, speculative=f"{drafter},kv_format=fp32", **options)
+    with overheard() as said:
+        answers(llm, [PROMPTS[0], PROMPTS[1], PROMPTS[2] + PROMPTS[0][:20]], **{**GREEDY, "max_tokens": 12})
+    return [*said[:8], *said[-8:]]
+
+
+def error(said: Said, reference: Reference) -> float:
+    return max(float((logits - reference(tokens, drafts)).nan_to_num(0, 1e9, 0).abs().max()) for tokens, drafts, logits in said)
+
+
+@pytest.mark.parametrize("kind", MTP)
+def test_mtp_layers_say_what_they_should(kind: str, own: dict[str, Path]) -> None:
+    said = say(own[kind], "mtp", kv_format="fp32")
+    assert {len(drafts) for _, drafts, _ in said} == {0, 1, 2}
+    assert error(said, mtp_reference(own[kind], kind)) < 1e-4
+
+
+@pytest.mark.parametrize("spelling", FORMATS)
+def test_eagle3_heads_say_what_they_should(spelling: str, target: Path, eagles: dict[str, Path]) -> None:
+    said = say(target, f"eagle3:{eagles[spelling]}")
+    assert {len(drafts) for _, drafts, _ in said} == {0, 1, 2}
+    assert error(said, eagle3_reference(target, eagles[spelling], spelling)) < 1e-4
+
+
+def _exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    cat = torch.cat
+
+    def join(self: Any, embeds: Tensor, states: Tensor) -> Tensor:
+        return self.fc(cat([self.hnorm(states), self.enorm(embeds)], -1))
+
+    monkeypatch.setattr(head_model.Head, "_join", join)
+
+
+def _no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        head_model.Head, "_join", lambda self, embeds, states: self.fc(torch.cat([self.enorm(embeds), states], -1))
+    )
+
+
+def _shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = draft_head.Track.add
+    monkeypatch.setattr(draft_head.Track, "add", lambda self, start, states: add(self, start, states.roll(1, 0)))
+
+
+def _same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row gets the token of its own hidden state, and not the one after."""
+    run = draft_head.HeadForward.__call__
+
+    def call(self: Any, ids: Tensor, *rest: Any) -> Tensor:
+        return run(self, ids.roll(1, 1), *rest)
+
+    monkeypatch.setattr(draft_head.HeadForward, "__call__", call)
+
+
+def _no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft reads the last hidden state of the model again."""
+    run = draft_head.HeadForward.__call__
+
+    def call(self: Any, *rest: Any) -> Tensor:
+        given = self.given
+        logits = run(self, *rest)
+        if given is not None and len(given) == len(self.left):
+            self.left = given
+        return logits
+
+    monkeypatch.setattr(draft_head.HeadForward, "__call__", call)
+
+
+@pytest.mark.parametrize("plant", [_exchanged, _no_norm, _shifted, _same_tokens, _no_chain])
+def test_planted_errors_of_mtp_are_noticed(
+    plant: Any, own: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = mtp_reference(own["mimo"], "mimo")
+    kind = "mimo"
+    if plant is _exchanged:
+        kind, reference = "glm4_moe", mtp_reference(own["glm4_moe"], "glm4_moe")
+    plant(monkeypatch)
+    assert error(say(own[kind], "mtp"), reference) > 1e-2
+
+
+def _no_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_head, "draft_ids", lambda head, vocab_size: torch.arange(len(head.d2t)))
+
+
+def _next_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of the layers behind those that are asked for."""
+    from nibble.engine import build
+
+    layers = build.head_layers
+    monkeypatch.setattr(build, "head_layers", lambda *args: tuple(layer + 1 for layer in layers(*args) or ()))
+
+
+def _plain_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads the hidden state without its norm."""
+    init = head_model.Eagle3Layer.__init__
+
+    def without(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.hidden_norm.forward = lambda x: x
+
+    monkeypatch.setattr(head_model.Eagle3Layer, "__init__", without)
+
+
+@pytest.mark.parametrize("plant", [_no_map, _next_layers, _plain_hidden_state, _shifted, _no_chain])
+def test_planted_errors_of_eagle3_are_noticed(
+    plant: Any, target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = eagle3_reference(target, eagles["raw"], "raw")
+    plant(monkeypatch)
+    assert error(say(target, f"eagle3:{eagles['raw']}"), reference) > 1e-2
