@@ -61,7 +61,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
+            x.dtype
+        )
 
 
 def rotated(x_BGND: Tensor, positions_N: Tensor, base: float) -> Tensor:
@@ -97,7 +99,9 @@ class Head(nn.Module):
         self.midlayer, self.norm = layer, Norm(size, eps)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                )
 
     def qkv(self, embeds_BNH: Tensor, states_BNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, G, N, D] of a step; keys and values come once for each head."""
@@ -154,10 +158,8 @@ def drafts(head: Head, states_BNX: Tensor, embeds_BNH: Tensor, steps: int) -> li
     for _ in range(steps):
         q, k, v = head.qkv(embeds_BNH, states)
         keys, values = [*keys, k], [*values, v]
-        if head.training:
-            mixed = checkpoint(attend, q, keys, values, use_reentrant=False)
-        else:
-            mixed = attend(q, keys, values)
+        # Scores are computed again for the gradient: they take gigabytes.
+        mixed = checkpoint(attend, q, keys, values, use_reentrant=False)
         outputs.append(head.finish(states, mixed))
         # Row j goes on from what row j - 1 has left.
         states = shifted(outputs[-1], 1)
@@ -172,7 +174,10 @@ def read(demo: Any, ids_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     taken: list[Tensor] = []
     layers = demo.model.layers
-    hooks = [layers[layer - 1].register_forward_hook(lambda _, __, out: taken.append(out)) for layer in STATE_LAYERS]
+    hooks = [
+        layers[layer - 1].register_forward_hook(lambda _, __, out: taken.append(out))
+        for layer in STATE_LAYERS
+    ]
     hidden = demo.model(input_ids=ids_BN, use_cache=False).last_hidden_state
     for hook in hooks:
         hook.remove()
@@ -233,10 +238,18 @@ def train(arguments: argparse.Namespace) -> None:
             if clock() - last > 10 or arguments.smoke:
                 last, text = clock(), (by_step[0][:texts] * weight_BN[:texts]).mean().item()
                 shown = " ".join(f"{part.item():.3f}" for part in parts)
-                print(f"{done:.0%} step {steps} length {length} loss {shown} text {text:.3f} {clock():.0f} s", flush=True)
+                print(
+                    f"{done:.0%} step {steps} length {length} loss {shown} text {text:.3f} {clock():.0f} s",
+                    flush=True,
+                )
     save(head, demo, arguments.out)
     print(f"{seen:,} tokens in {steps} steps, {clock() - begun:.0f} s", flush=True)
-    report = {"tokens": seen, "steps": steps, "seconds": round(clock() - begun), **acceptance(head, demo, arguments)}
+    report = {
+        "tokens": seen,
+        "steps": steps,
+        "seconds": round(clock() - begun),
+        **acceptance(head, demo, arguments),
+    }
     (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report))
 
@@ -249,7 +262,7 @@ def load_demo(device: str) -> Any:
 
 @torch.no_grad()
 def acceptance(head: Head, demo: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What share of drafts is what the demo takes for likeliest, by their place, over held-out text, after right ones."""
+    """What share of drafts is the demo's likeliest token, by their place, after right ones, over held-out text."""
     head.eval()
     device = demo.device.type
     heldout, length = np.load(arguments.data / "corpus.npz")["heldout"], arguments.length
@@ -262,20 +275,27 @@ def acceptance(head: Head, demo: Any, arguments: argparse.Namespace) -> dict[str
             own = [F.linear(head.norm(out), demo.lm_head.weight).argmax(-1) for out in outputs]
         wanted, so_far = logits.argmax(-1), torch.ones_like(own[0], dtype=torch.bool)
         # Tokens of the text are taken for the demo's: only where they are its likeliest a chain goes on.
-        follows = torch.cat([wanted[:, :-1] == ids[:, 2:], torch.zeros_like(wanted[:, :1], dtype=torch.bool)], 1)
+        follows = torch.cat(
+            [wanted[:, :-1] == ids[:, 2:], torch.zeros_like(wanted[:, :1], dtype=torch.bool)], 1
+        )
         for step, tokens in enumerate(own):
             hit = (tokens == wanted) & so_far
             right[step] += hit[:, step:].sum().item()
             reached[step] += so_far[:, step:].sum().item()
             so_far = F.pad((hit & follows)[:, :-1], (1, 0))
     shares = [round(a / max(b, 1), 4) for a, b in zip(right, reached, strict=True)]
-    return {"acceptance": shares, "tokens a step": round(1 + sum(math.prod(shares[: s + 1]) for s in range(STEPS)), 3)}
+    return {
+        "acceptance": shares,
+        "tokens a step": round(1 + sum(math.prod(shares[: s + 1]) for s in range(STEPS)), 3),
+    }
 
 
 def save(head: Head, demo: Any, out: Path) -> None:
     """Writes a bfloat16 copy, with a config as EAGLE-3's checkpoints have it."""
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in head.state_dict().items()}
+    weights = {
+        name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in head.state_dict().items()
+    }
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     model = demo.config
     config = {
@@ -297,7 +317,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Prints what share of drafts is right."""
     demo = load_demo("cuda" if torch.cuda.is_available() else "cpu")
     head = Head(demo).to(demo.device)
-    head.load_state_dict({name: x.float() for name, x in load_file(arguments.model / "model.safetensors").items()})
+    head.load_state_dict(
+        {name: x.float() for name, x in load_file(arguments.model / "model.safetensors").items()}
+    )
     print(json.dumps(acceptance(head, demo, arguments)))
 
 
@@ -310,7 +332,9 @@ def main() -> None:
     command.add_argument("--lr", type=float, default=3e-3)
     command.add_argument("--workers", type=int, default=14, help="processes that draw recall documents")
     command.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
-    command.add_argument("--text-share", type=float, default=TEXT_SHARE, help="share of the rows that are text")
+    command.add_argument(
+        "--text-share", type=float, default=TEXT_SHARE, help="share of the rows that are text"
+    )
     command.add_argument("--smoke", action="store_true", help="on the CPU")
     command.set_defaults(run=train)
     other = commands.add_parser("evaluate", help="acceptance on held-out text")

@@ -17,8 +17,6 @@ from nibble.errors import ConfigError, RequestError, unknown
 
 BUNDLED = ("demo", "demo-mla", "demo-hybrid")
 """Models that come with Nibble."""
-BUNDLED_HEADS = {"demo": "demo-eagle3"}
-"""Models of these that come with a head that drafts -> its name."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS, ACTIVATIONS = ("auto", "packed", "unpacked"), ("auto", "bf16", "fp8")
 STATE_FORMATS, EXACT_STATES = ("fp32", "bf16", "fp8", "int8"), "fp32"

@@ -9,6 +9,9 @@ from nibble.errors import ConfigError
 MAX_DRAFTS = 15
 """Most draft tokens of a request in a step: with the token before them, as many as a recurrent state has in a block."""
 
+BUNDLED_HEADS = {"demo": "demo-eagle3"}
+"""Bundled models that come with a head that drafts -> its name."""
+
 CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
 """Most tokens of a step that has drafts. A step of few tokens takes as long as its weights take to be read, and one of
 more takes longer with each: on a CPU the model `demo` needs 1.4 times as long for 16 tokens as for one."""
@@ -34,7 +37,7 @@ class SpeculativeSpec:
 
     @classmethod
     def parse(cls, text: str, tokens: str = "auto") -> SpeculativeSpec | None:
-        """Parse `lookup`, `mtp`, `draft:PATH` or `draft:PATH,kv_format=nvfp4`, and `auto` or a number; raise ConfigError.
+        """Parse `lookup`, `draft:PATH` or `draft:PATH,kv_format=nvfp4`, and `auto` or a number; raise ConfigError.
 
         None for the empty text.
         """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, 
 from nibble import LLM
 from nibble.engine import draft_head
 from nibble.engine.draft_head import DraftHead
-from nibble.errors import ConfigError, WeightError
 from nibble.models import head_model
 from tiny import save_tiny
 
@@ -73,7 +70,10 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
 
 
 def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any) -> int:
-    answer, place = known[tuple(track.request.prompt_token_ids)], track.request.num_output_tokens + len(track.drafts)
+    answer, place = (
+        known[tuple(track.request.prompt_token_ids)],
+        track.request.num_output_tokens + len(track.drafts),
+    )
     right = place < len(answer) and (place * 7 + len(answer[:place])) % 10 >= 3
     return answer[place] if right else (place * 31) % 256
 
@@ -124,13 +124,17 @@ def _exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        head_model.Head, "_join", lambda self, embeds, states: self.fc(torch.cat([self.enorm(embeds), states], -1))
+        head_model.Head,
+        "_join",
+        lambda self, embeds, states: self.fc(torch.cat([self.enorm(embeds), states], -1)),
     )
 
 
 def _shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     add = draft_head.Track.add
-    monkeypatch.setattr(draft_head.Track, "add", lambda self, start, states: add(self, start, states.roll(1, 0)))
+    monkeypatch.setattr(
+        draft_head.Track, "add", lambda self, start, states: add(self, start, states.roll(1, 0))
+    )
 
 
 def _same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +152,10 @@ def _no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     run = draft_head.HeadForward.__call__
 
     def call(self: Any, *rest: Any) -> Tensor:
-        given = self.given
+        given = self.input_states
         logits = run(self, *rest)
-        if given is not None and len(given) == len(self.left):
-            self.left = given
+        if given is not None and len(given) == len(self.output_states):
+            self.output_states = given
         return logits
 
     monkeypatch.setattr(draft_head.HeadForward, "__call__", call)
@@ -223,9 +227,7 @@ def test_answers_are_those_without_and_the_cache_is_right(
     expected = answers(plain, prompts, **GREEDY)
     known = {tuple(prompt): one.token_ids for prompt, one in zip(prompts, expected, strict=True)}
     llm = engine(model, kv_format="fp32", speculative=f"{drafter},kv_format=fp32", token_budget=48)
-    reference = (
-        eagle3_reference(target, eagles[name], name) if name in eagles else mtp_reference(model, name)
-    )
+    reference = eagle3_reference(target, eagles[name], name) if name in eagles else mtp_reference(model, name)
     with overheard(known) as said:
         for _ in range(2):
             same(answers(llm, prompts, **GREEDY), expected, 1e-4)

@@ -75,7 +75,11 @@ def save_mtp(folder: Path, kind: str) -> Path:
         f"{last_norm}.weight": centre + random(generator, HIDDEN, scale=0.3),
         **{f"{before}{name}": x for name, x in layer.items()},
     }
-    save_file({**tensors, **{prefix + name: x for name, x in head.items()}}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, **{prefix + name: x for name, x in head.items()}},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"], config["num_nextn_predict_layers"] = count, 1
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):
@@ -84,11 +88,18 @@ def save_mtp(folder: Path, kind: str) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "layer").mkdir()
     alone = {f"model.layers.0.{name}": x for name, x in layer.items()}
-    alone |= {"model.norm.weight": head[f"{last_norm}.weight"], "model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    alone |= {
+        "model.norm.weight": head[f"{last_norm}.weight"],
+        "model.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+    }
     save_file(alone, folder / "layer" / "model.safetensors", {"format": "pt"})
     config["num_hidden_layers"] = 1
     config |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in config else {}
-    for name, value in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse"), ("indexer_types", "full")):
+    for name, value in (
+        ("layer_types", "full_attention"),
+        ("mlp_layer_types", "sparse"),
+        ("indexer_types", "full"),
+    ):
         if config.get(name):
             config[name] = [value]
     (folder / "layer" / "config.json").write_text(json.dumps(config))
@@ -103,7 +114,11 @@ def model_states(model: Any, tokens: Sequence[int], layers: Sequence[int] | None
     """Hidden states [T, X]: of the model's output, or the inputs of some layers side by side."""
     out = model(torch.tensor([list(tokens)]), output_hidden_states=True)
     # The last one of Transformers' is behind the norm; none of the tests reads what is just before it.
-    return out.hidden_states[-1][0] if layers is None else torch.cat([out.hidden_states[i][0] for i in layers], -1)
+    return (
+        out.hidden_states[-1][0]
+        if layers is None
+        else torch.cat([out.hidden_states[i][0] for i in layers], -1)
+    )
 
 
 def chained(
@@ -127,8 +142,12 @@ def mtp_reference(folder: Path, kind: str) -> Reference:
     _, _, prefix = MTP[kind]
     token_norm, state_norm, projection, *_ = NAMES[prefix]
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        layer = AutoModel.from_pretrained(folder / "layer", dtype=torch.float32, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        layer = AutoModel.from_pretrained(
+            folder / "layer", dtype=torch.float32, attn_implementation="eager"
+        ).eval()
     tensors = load_file(folder / "model.safetensors")
     norms = [tensors[f"{prefix}{name}.weight"] for name in (token_norm, state_norm)]
     matrix, table = tensors[f"{prefix}{projection}.weight"], tensors["model.embed_tokens.weight"]
@@ -239,7 +258,10 @@ def eagle3_reference(model_folder: Path, folder: Path, spelling: str) -> Referen
         residual = normed if spelling == "speculators" else states
         y = residual + mixed.flatten(1) @ layer("self_attn.o_proj").T
         z = rms(y, layer("post_attention_layernorm"))
-        return y + (F.silu(z @ layer("mlp.gate_proj").T) * (z @ layer("mlp.up_proj").T)) @ layer("mlp.down_proj").T
+        return (
+            y
+            + (F.silu(z @ layer("mlp.gate_proj").T) * (z @ layer("mlp.up_proj").T)) @ layer("mlp.down_proj").T
+        )
 
     @torch.no_grad()
     def logits(tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:

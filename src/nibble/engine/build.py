@@ -59,8 +59,8 @@ from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import Forward, compiled, plain_invariant
-from nibble.models.heads import load_config
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
+from nibble.models.heads import load_config
 from nibble.models.hub import has_tokenizer, local_folder, locate, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.quantization import Handling, require_readable
@@ -287,7 +287,7 @@ def _load(
 def _measure(parts: EngineParts, model: nn.Module, target: Engine | None) -> KVScales:
     engine_plan = parts.plan
     assert parts.texts is not None and parts.tokenizer is not None
-    prompts = [parts.tokenizer.encode(text) for text in parts.texts]
+    prompts: list[Sequence[int]] = [parts.tokenizer.encode(text) for text in parts.texts]
     most = CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(engine_plan)
     if target:
         most = start_tokens(engine_plan.hardware.device)
@@ -399,7 +399,9 @@ def _engine(
     tables = PageTables(
         config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
-    run: Forward | None = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
+    run: Forward | None = (
+        HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
+    )
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,

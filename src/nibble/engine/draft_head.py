@@ -1,8 +1,8 @@
 """A head drafts: one decoder layer over the hidden states that the model leaves, with a cache of its own.
 
-Row i of a head's cache comes from hidden state i and token i + 1, and predicts token i + 2 (models/head_model.py). So a
-request is a sequence of tokens 1, 2, ... to the head, its twin, whose pages depend on these tokens and token 0: they are
-shared by prefix in the manager of the head's own pool.
+Row i of a head's cache comes from hidden state i and token i + 1, and predicts token i + 2 (models/head_model.py). To
+the head a request is the sequence of its tokens 1, 2, ..., its twin, whose pages depend on these and on token 0: they
+are shared by prefix in the manager of the head's own pool.
 
 Hidden states are there only for tokens that the model computes. Each step leaves them here (`observe`); rows are
 computed as soon as there are enough of them, so that a prompt's hidden states are never kept. The last row is kept, and
@@ -50,26 +50,26 @@ class HeadForward:
 
     def __init__(self, head: Any) -> None:
         self.head = head
-        self.given: Tensor | None = None
+        self.input_states: Tensor | None = None
         """[T, H], of the next step; None: a test, which has none."""
-        self.left = torch.empty(0)
+        self.output_states = torch.empty(0)
         """[S, H], of the last step's rows that were sampled."""
 
     def __call__(self, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
         """Return logits [S, V of drafts]."""
-        given, self.given = self.given, None
-        if given is not None and len(given) < ids.shape[1]:
+        states_TH, self.input_states = self.input_states, None
+        if states_TH is not None and len(states_TH) < ids.shape[1]:
             # A row that is alone comes twice (ModelRunner).
-            given = given.expand(ids.shape[1], -1)
+            states_TH = states_TH.expand(ids.shape[1], -1)
         out = self.head(
             input_ids=ids,
             position_ids=positions,
             attention_mask=attention_mask_for(self.head, ids, ctx),
-            hidden_states=None if given is None else given[None],
+            hidden_states=None if states_TH is None else states_TH[None],
             logits_to_keep=rows_S,
             **{CONTEXT: ctx},
         )
-        self.left = out.hidden_states[0][0]
+        self.output_states = out.hidden_states[0][0]
         logits: Tensor = out.logits[0]
         return logits
 
@@ -100,11 +100,11 @@ class Track:
 
     def add(self, start: int, states_TH: Tensor) -> None:
         """Add hidden states of the rows from `start` on; they replace those of drafts that did not count."""
-        if start > self.start + len(self.states):
+        if self.is_lost or start > self.start + len(self.states):
             self.is_lost = True
             return
-        kept = self.states[: max(start - self.start, 0)]
-        self.states = torch.cat([kept, states_TH[max(self.start - start, 0) :]])
+        before = self.states[: max(start - self.start, 0)]
+        self.states = torch.cat([before, states_TH[max(self.start - start, 0) :]])
 
     def follow(self) -> None:
         """Add what is new of the request to the twin: its tokens only grow."""
@@ -167,11 +167,9 @@ class DraftHead:
 
     def _forget(self, running: Iterable[Request]) -> None:
         """Close what is kept of requests that do not run: they have ended, or wait for room."""
-        kept = set(running)
-        for request in [one for one in self._tracks if one.state is not State.RUNNING and one not in kept]:
-            track = self._tracks.pop(request)
-            if not track.is_lost:
-                self.manager.release(track.twin.lease)
+        live = set(running)
+        for request in [one for one in self._tracks if one.state is not State.RUNNING and one not in live]:
+            self._closed(self._tracks.pop(request))
 
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request)
@@ -179,7 +177,9 @@ class DraftHead:
             twin = Request(request.id, request.token_ids[:1])
             twin.token_ids = request.token_ids[1:]
             size = self.head.config.hidden_size
-            track = Track(request, twin, torch.empty(0, size, dtype=self.head.dtype, device=self.runner.device))
+            track = Track(
+                request, twin, torch.empty(0, size, dtype=self.head.dtype, device=self.runner.device)
+            )
             namespace = f"{request.namespace}/{request.token_ids[0]}"
             twin.lease = self.manager.open(twin.token_ids, namespace, reusable=len(twin.token_ids))
             self._tracks[request] = track
@@ -196,10 +196,10 @@ class DraftHead:
 
     def _store(self, tracks: Iterable[Track]) -> None:
         """Compute all known rows but the last of each, and keep them."""
-        left = [track for track in tracks if not track.is_lost]
-        while left:
+        rest = [track for track in tracks if not track.is_lost]
+        while rest:
             room, batch = self.step_tokens, list[tuple[Track, int]]()
-            for track in left:
+            for track in rest:
                 count = min(track.num_known - 1 - track.start, room)
                 if count > 0 and self._reserve(track, track.start + count):
                     batch.append((track, count))
@@ -209,7 +209,7 @@ class DraftHead:
             self._run([(track, track.start, count, track.states[:count], False) for track, count in batch])
             for track, count in batch:
                 self._keep(track, track.start + count)
-            left = [track for track in left if not track.is_lost and track.num_known - 1 > track.start]
+            rest = [track for track in rest if not track.is_lost and track.num_known - 1 > track.start]
 
     def _reserve(self, track: Track, upto: int) -> bool:
         try:
@@ -233,7 +233,7 @@ class DraftHead:
         items = (_chunk(track.twin, start, count, samples) for track, start, count, _, samples in rows)
         batch = Batch.from_scheduled(items)
         ordered = [by_twin[item.request] for item in batch.scheduled]
-        self.forward.given = torch.cat([row[3] for row in ordered])
+        self.forward.input_states = torch.cat([row[3] for row in ordered])
         logits_SV = self.runner.forward(batch)
         return [row[0] for row in ordered if row[4]], logits_SV
 
@@ -279,7 +279,7 @@ class DraftHead:
     def _draft(self, rows: Sequence[Any], limits: Mapping[Track, int]) -> list[Any]:
         """Compute rows, draw a draft of each request, and return the next step's rows."""
         ordered, logits_SV = self._run(rows)
-        left_SH = self.forward.left
+        states_SH = self.forward.output_states
         for track in ordered:
             if not track.drafts:
                 self._keep(track, len(track.twin.token_ids) - 1)
@@ -297,7 +297,7 @@ class DraftHead:
                 and track.chance >= self.least_chance
                 and self._reserve(track, place + 1)
             ):
-                step.append((track, place, 1, left_SH[number : number + 1], True))
+                step.append((track, place, 1, states_SH[number : number + 1], True))
         return step
 
     def _draw(self, tracks: Sequence[Track], logits_SV: Tensor) -> tuple[list[int], list[float]]:
@@ -323,7 +323,5 @@ class DraftHead:
 
 
 def _chunk(twin: Request, start: int, count: int, samples: bool) -> ScheduledRequest:
-    phase = (
-        Phase.PREFILL if start == 0 else Phase.DECODE if samples and count == 1 else Phase.EXTEND
-    )
+    phase = Phase.PREFILL if start == 0 else Phase.DECODE if samples and count == 1 else Phase.EXTEND
     return ScheduledRequest(twin, start, count, phase, samples, write_from=start)

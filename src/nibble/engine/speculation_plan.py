@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.cache import scales as kv_scales
-from nibble.config import BUNDLED_HEADS, Config
-from nibble.drafts import SpeculativeSpec, verify_tokens
+from nibble.config import Config
+from nibble.drafts import BUNDLED_HEADS, SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
@@ -37,7 +37,9 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
         form = f"{info.name}:PATH" if info.takes_path else info.name
         raise ConfigError(f"--speculative {config.speculative}: write it as {form}")
     if spec.kv_format and not (info.takes_path or info.is_head):
-        raise ConfigError(f"--speculative {config.speculative}: {info.name} has no cache; write it as {info.name}")
+        raise ConfigError(
+            f"--speculative {config.speculative}: {info.name} has no cache; write it as {info.name}"
+        )
     if config.offload:
         raise ConfigError(
             "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "
@@ -127,7 +129,9 @@ def head_layers(draft: Config, model_spec: ModelSpec) -> tuple[int, ...] | None:
     """
     from nibble.models.heads import HeadFacts, default_state_layers, load_config  # they import Transformers
 
-    facts = HeadFacts.of(load_config(draft.model, draft.index_topk, trust_remote_code=draft.trust_remote_code))
+    facts = HeadFacts.of(
+        load_config(draft.model, draft.index_topk, trust_remote_code=draft.trust_remote_code)
+    )
     assert facts is not None
     if facts.target_hidden_size and facts.target_hidden_size != model_spec.hidden_size:
         raise ConfigError(
@@ -139,8 +143,8 @@ def head_layers(draft: Config, model_spec: ModelSpec) -> tuple[int, ...] | None:
     layers = facts.state_layers or default_state_layers(model_spec.layers)
     if not 1 <= min(layers) <= max(layers) <= model_spec.layers:
         raise ConfigError(
-            f"{draft.model} cannot draft for {model_spec.model}: it reads what layers {', '.join(map(str, layers))} get, "
-            f"and the model has {model_spec.layers}; choose a head that was trained for this model"
+            f"{draft.model} cannot draft for {model_spec.model}: it reads what layers {', '.join(map(str, layers))} "
+            f"get, and the model has {model_spec.layers}; choose a head that was trained for this model"
         )
     return layers
 
@@ -187,7 +191,9 @@ def checked(draft: CachePlan, model_spec: ModelSpec) -> CachePlan:
         )
     # Rows of an embedding may be padded to another number, so a few more or fewer say nothing.
     if abs(small.vocab_size - model_spec.vocab_size) > (0 if is_head else VOCAB_PADDING):
-        what = "a head that was trained for this model" if is_head else "a smaller model with the same tokenizer"
+        what = (
+            "a head that was trained for this model" if is_head else "a smaller model with the same tokenizer"
+        )
         raise ConfigError(
             f"{draft.config.model} cannot draft for {model_spec.model}: it has {small.vocab_size} tokens, and not "
             f"{model_spec.vocab_size}; choose {what}"
@@ -200,9 +206,7 @@ def checked(draft: CachePlan, model_spec: ModelSpec) -> CachePlan:
     )
 
 
-def speculation(
-    config: Config, hardware: Hardware, vocab_size: int, *parts: Any
-) -> Speculation | None:
+def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any) -> Speculation | None:
     """Return who drafts in an engine, if anybody does.
 
     Args:

@@ -27,8 +27,8 @@ from nibble.models.taps import TAPS, Taps
 
 Backend = Callable[..., Any]
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Any]
-"""(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]; of a model that is drafted for (taps.py) those and
-hidden states [T, X]."""
+"""(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]; of a model that a head drafts for (taps.py)
+those, and hidden states [T, X]."""
 
 
 def plain(model: nn.Module) -> Forward:

@@ -41,7 +41,9 @@ def class_of(config: PretrainedConfig) -> Any:
     family = type(config)
     decoder = MODEL_MAPPING.get(family, None)
     if decoder is None:
-        raise ConfigError(f"a head of {config.model_type} cannot be served: Transformers has no decoder of its kind")
+        raise ConfigError(
+            f"a head of {config.model_type} cannot be served: Transformers has no decoder of its kind"
+        )
     return _head_class(decoder)
 
 
@@ -147,7 +149,11 @@ class Head:
             hidden_states = self._example(embeds, position_ids)
         x = self._join(embeds, hidden_states.to(embeds.dtype))
         y = self.model(
-            inputs_embeds=x, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **kwargs
+            inputs_embeds=x,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            **kwargs,
         ).last_hidden_state
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         y = y[:, rows]
@@ -179,7 +185,7 @@ class Head:
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer of an EAGLE-3 head: attention over the norms of an embedding and of a hidden state, side by side.
+    """The decoder layer of an EAGLE-3 head: attention over the norms of an embedding and a hidden state, side by side.
 
     Args:
         layer: the family's own, for one hidden state.

@@ -241,7 +241,9 @@ def _eagle3_config(path: str) -> PretrainedConfig:
         raise _refused(path, f"it has {layer['num_hidden_layers']} layers, and heads of one layer are served")
     family = layer.get("model_type", "llama")
     if family not in LAYER_FAMILIES:
-        raise _refused(path, f"its layer is one of {family}, and those of {' and '.join(LAYER_FAMILIES)} are served")
+        raise _refused(
+            path, f"its layer is one of {family}, and those of {' and '.join(LAYER_FAMILIES)} are served"
+        )
     eagle = raw.get("eagle_config") or {}
     if not eagle.get("use_aux_hidden_state", True):
         raise _refused(path, "it reads the hidden state of the last layer alone, as EAGLE-1 does")

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import nibble
-from nibble.config import BUNDLED, BUNDLED_HEADS, Config
+from nibble.config import BUNDLED, Config
+from nibble.drafts import BUNDLED_HEADS
 from nibble.errors import ConfigError, WeightError
 from nibble.formats import scheme_file
 
