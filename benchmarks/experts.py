@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -271,10 +270,6 @@ def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
     found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
     found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
     if few == 1:
-        found |= {
-            f"first {_brief(tile)}, prefetches": (replace(tile, prefetches=True), None)
-            for tile in FIRST_TILES[few][:4]
-        }
         found[SEPARATE] = (None, None)
     return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
 
@@ -302,7 +297,12 @@ def compile_variants(block: nn.Module, tokens: int) -> None:
             is_second, one = name == "down_proj", tokens == 1
             own = tile or cuda.tile_of(matrices, tokens, tokens * top_k, is_second=is_second)
             use = cuda.Use(
-                matrices.format, own, "" if is_second else gate, one, top_k if is_second and one else 0
+                matrices.format,
+                matrices.shape[1:],
+                own,
+                "" if is_second else gate,
+                one,
+                top_k if is_second and one else 0,
             )
             settings.add(tuple(cuda.macros(use).items()))
     arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]

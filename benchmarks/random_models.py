@@ -58,6 +58,22 @@ _GPT_OSS: dict[str, Any] = {
         "truncate": False, "original_max_position_embeddings": 4096,
     },
 }  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_TINY_NEXT: dict[str, Any] = {
+    **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "initializer_range": 0.1,
+}  # fmt: skip
 _ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("llama", {
@@ -90,22 +106,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }),
-    "qwen3-next, 8 layers": ("qwen3_next", {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    }),
-    "tiny hybrid": ("qwen3_next", {
-        **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "initializer_range": 0.1,
-    }),
+    "qwen3-next, 8 layers": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3-next, 8 layers that attend": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 8}),
+    "tiny hybrid": ("qwen3_next", _TINY_NEXT),
+    "tiny hybrid that attends": ("qwen3_next", {**_TINY_NEXT, "layer_types": ["full_attention"] * 4}),
     "tiny sparse": ("deepseek_v32", {
         "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 128,

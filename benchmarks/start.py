@@ -8,9 +8,10 @@ part of a start; and where the compiler's go (`tracing`, `aot`, `inductor`: each
 and made on the GPU (--weights: packed, a name of packed_weights.KINDS), or read from a checkpoint, which --write makes
 of such weights, with shards of 5 GB, in BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a checkpoint asks
 for activations in FP8 too). **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches
-answered, and kernels that Triton compiled, beside those it found on disk. A last step after each start tells whether
-anything is compiled later: every number of rows from 2 to 17 is a prompt, then requests decode together; `files` are
-new ones in the cache folder, of any compiler.
+answered, and kernels that Triton and NVRTC compiled, beside those found on disk: `ahead`, in threads while something
+else was done (kernels/ahead.py), or while the start waited (`waited for`, by part, kernel and seconds). A last step
+after each start tells whether anything is compiled later: every number of rows from 2 to 17 is a prompt, then requests
+decode together; `files` are new ones in the cache folder, of any compiler.
 
 With a checkpoint also **host memory** while its weights are read, at the most, beyond what the process had before:
 `resident` with pages of files, `anonymous` without, and the largest shard.
@@ -54,9 +55,12 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     if os.environ.get("NIBBLE_LOG"):
         logging.basicConfig()
         logging.getLogger("nibble.compile").setLevel(logging.INFO)
-    compiled = count_triton()
+    kernels_of = Kernels()
+    compiled = kernels_of.counts
     import torch
     from torch._dynamo.utils import compilation_time_metrics, counters
+
+    import nibble.engine.llm  # noqa: F401 (so that it counts here)
 
     memory = dict[str, int]()
     imported = time.time() - began
@@ -86,10 +90,12 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         "compiler": spent,
         "counters": {name: found.get(name, 0) for name in (*SHOWN, *bypasses)},
         "triton": dict(kernels),
+        "nvrtc": dict(kernels_of.nvrtc),
+        "waited for": kernels_of.waits,
         "after the start": {
             "seconds": later,
             "graphs": counters["stats"]["unique_graphs"] - graphs,
-            "kernels": compiled["compiled"] - kernels["compiled"],
+            "kernels": sum(compiled[kind] - kernels[kind] for kind in ("compiled", "compiled ahead")),
             "files": sorted(files_kept() - kept),
         },
         **({"host memory": memory} if memory else {}),
@@ -117,7 +123,7 @@ def engine_of(options: argparse.Namespace, memory: dict[str, int]) -> Iterator[A
     from nibble import LLM
     from nibble.engine import build
 
-    load = build.load
+    load = build.load  # type: ignore[attr-defined]
     if options.weights and not KINDS[options.weights].activations:
         settings["activations"] = FULL
 
@@ -170,19 +176,76 @@ def files_kept() -> set[str]:
     return {str(path.relative_to(cache)) for path in cache.rglob("*") if path.suffix in CODE}
 
 
-def count_triton() -> Counter[str]:
-    """Count what Triton compiles and finds on disk in this process, and the seconds of each."""
-    import triton
+class Kernels:
+    """Counts what is compiled in this process from now on."""
 
-    counts: Counter[str] = Counter()
+    def __init__(self) -> None:
+        import triton
 
-    def note(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        kind = "found" if cache_hit else "compiled"
+        from nibble.kernels import nvrtc
+
+        self.counts, self.nvrtc = Counter[str](), Counter[str]()
+        self.waits: list[tuple[str, str, float]] = []
+        """Part of the start, kernel and seconds of each that was compiled while nothing else was done."""
+        self._part = "before"
+        self._own = nvrtc._compile
+        triton.knobs.compilation.listener = self._note_triton
+        nvrtc._compile = self._compile  # type: ignore[assignment]
+        logger = logging.getLogger("nibble.start")
+        handler = logging.Handler(logging.DEBUG)
+        handler.emit = self._note_part  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+
+    def _note_part(self, record: logging.LogRecord) -> None:
+        facts = record.facts  # type: ignore[attr-defined]
+        self._part = facts["part"] if record.levelno == logging.DEBUG else "between"
+
+    def _note_triton(
+        self, *, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool
+    ) -> None:
+        self._note(self.counts, "found" if cache_hit else "compiled", src.name, times.total / 1e6)
+
+    def _note(self, counts: Counter[str], kind: str, name: str, seconds: float) -> None:
+        is_ahead = threading.current_thread().name.startswith("nibble-ahead")
+        if not is_ahead and kind == "compiled":
+            self.waits.append((self._part, name, round(seconds, 2)))
+        kind += " ahead" * is_ahead
         counts[kind] += 1
-        counts[f"{kind} ms"] += round(times.total / 1000)
+        counts[f"{kind} ms"] += round(seconds * 1000)
 
-    triton.knobs.compilation.listener = note
-    return counts
+    def _compile(self, text: str, name: str, *others: Any) -> bytes:
+        begin = time.perf_counter()
+        code: bytes = self._own(text, name, *others)
+        self._note(self.nvrtc, "compiled", name, time.perf_counter() - begin)
+        return code
+
+
+def table_of(number: int, result: dict[str, Any]) -> str:
+    """The parts of a start, and what each waited for."""
+    waits: dict[str, list[tuple[str, float]]] = {}
+    for part, kernel, seconds in result["waited for"]:
+        waits.setdefault(part, []).append((kernel, seconds))
+    lines = [
+        f"start {number} on {result['gpu']}: ready after {result['ready without weights']:.1f} s beside weights"
+    ]
+    for part, seconds in (("imports", result["imports"]), *result["parts"].items()):
+        kernels = waits.pop(part, [])
+        what = f"  compiled {len(kernels)} kernels in {sum(s for _, s in kernels):.1f} s" if kernels else ""
+        longest = ", ".join(f"{name} {s:.1f}" for name, s in sorted(kernels, key=lambda entry: -entry[1])[:4])
+        lines.append(f"  {part:15} {seconds:6.1f} s{what}{': ' + longest if longest else ''}")
+    rest = sum(len(kernels) for kernels in waits.values())
+    lines.append(f"  compiled elsewhere: {rest}; triton {result['triton']}; nvrtc {result['nvrtc']}")
+    lines.append(f"  compiler { ({name: round(s, 1) for name, s in result['compiler'].items()}) }")
+    after = result["after the start"]
+    lines.append(
+        f"  after it: {after['graphs']} graphs, {after['kernels']} kernels, {len(after['files'])} files"
+    )
+    if memory := result.get("host memory"):
+        share = max(memory["resident"], memory["anonymous"]) / memory["largest shard"]
+        lines.append(f"  host memory at most {share:.2f} of the largest shard: {memory}")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -210,7 +273,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(options.cache or folder)
         for i in range(options.starts):
-            print(f"start {i + 1}", json.dumps(in_process(cache), indent=1), flush=True)
+            result = in_process(cache)
+            print(f"start {i + 1}", json.dumps(result, indent=1), flush=True)
+            # Apart, as programs read the other.
+            print(table_of(i + 1, result), file=sys.stderr, flush=True)
 
 
 def in_process(cache: Path) -> dict[str, Any]:

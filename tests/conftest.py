@@ -99,6 +99,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _heard[report.passed] += entries
 
 
+def pytest_runtest_logfinish() -> None:
+    """After a kernel's illegal access every test of a process fails: with -n, another process takes its place."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except torch.AcceleratorError:
+            os._exit(1)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     durations = session.config.getoption("--record-durations")
     if durations and not hasattr(session.config, "workerinput"):

@@ -12,9 +12,25 @@ MAX_DRAFTS = 15
 BUNDLED_HEADS = {"demo": "demo-eagle3"}
 """Bundled models that come with a head that drafts -> its name."""
 
+GPU_DRAFTS = 7
+"""Most draft tokens on a GPU where the user names no number: with the token before them, as many as kernels verify in
+one reading of the cache."""
+
 CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
 """Most tokens of a step that has drafts. A step of few tokens takes as long as its weights take to be read, and one of
 more takes longer with each: on a CPU the model `demo` needs 1.4 times as long for 16 tokens as for one."""
+
+
+SHORTEST_VERIFY = 2
+"""The fewest tokens of a request in a recorded step with drafts."""
+
+
+def recorded_lengths(tokens: int) -> tuple[int, ...]:
+    """Return the tokens of a request in recorded steps with drafts: the most, and halves of those before."""
+    lengths = [tokens]
+    while lengths[-1] > SHORTEST_VERIFY:
+        lengths.append((lengths[-1] + 1) // 2)
+    return tuple(lengths)
 
 
 def verify_tokens(is_cpu: bool) -> int:

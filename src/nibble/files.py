@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -68,6 +70,49 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_unused(entries: Iterable[Path], limit: int, keep_s: float) -> int:
+    """Delete what was not used for the longest time, as far as all of it takes more than a limit.
+
+    What another process deletes meanwhile, or this one may not delete, is no error.
+
+    Args:
+        entries: files, and folders that are deleted whole.
+        limit: of their bytes.
+        keep_s: what was used within so many seconds stays, as somebody may be about to read it.
+
+    Returns:
+        The bytes that are left.
+    """
+    facts = [_usage(entry) for entry in entries]
+    total, now = sum(size for _, size, _ in facts), time.time()
+    for used, size, entry in sorted(facts):
+        if total <= limit or now - used < keep_s:
+            break
+        if entry.is_dir():
+            # Renamed first: nobody finds half of a folder.
+            doomed = entry.with_name(f".{entry.name}.{os.getpid()}")
+            with suppress(OSError):
+                entry.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                entry.unlink()
+        total -= 0 if entry.exists() else size
+    return total
+
+
+def _usage(entry: Path) -> tuple[float, int, Path]:
+    """Return when an entry was used last, its bytes, and itself."""
+    used, size = 0.0, 0
+    for path in (entry, *entry.rglob("*")) if entry.is_dir() else (entry,):
+        with suppress(OSError):
+            facts = path.lstat()
+            # A folder is read by everyone who looks for something.
+            used = max(used, facts.st_mtime, 0.0 if path.is_dir() else facts.st_atime)
+            size += facts.st_size
+    return used, size, entry
 
 
 def _temporary(path: Path) -> Path:

@@ -147,6 +147,8 @@ class CacheSpec:
     """Tokens of a prompt after which a snapshot of states is kept, 0 for none inside prompts."""
     max_drafts: int
     """Most draft tokens of a request in a step; 0 where nobody drafts."""
+    fixed_drafts: int | None
+    """Their number where the user names one."""
     chooses_transforms: bool
     """Whether the plan decides on the transforms of K of schemes that name none."""
 
@@ -181,6 +183,7 @@ class CacheSpec:
             state_format=config.state_format,
             state_interval=config.state_interval,
             max_drafts=config.drafts.tokens or MAX_DRAFTS if config.drafts else 0,
+            fixed_drafts=config.drafts.tokens if config.drafts else None,
             chooses_transforms=schemes.parse_transforms(config.kv_transforms) is None,
         )
 

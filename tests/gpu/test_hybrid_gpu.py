@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from bits import answer, differs, limited
-from gpu_hybrids import HYBRIDS, distance, greedy, save_hybrid, worst_gap
+from gpu_hybrids import ALL_EXPERTS, HYBRIDS, distance, greedy, save_hybrid, worst_gap
 from nibble import LLM
 
 pytestmark = [
@@ -68,7 +68,7 @@ def gaps(llm: LLM, ids: list[int]) -> dict[str, float]:
 def test_a_family_computes_what_the_unmodified_model_does(family: str, tmp_path: Path) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {family}")
-    unmodified = save_hybrid(tmp_path, family, DEVICE)
+    unmodified = save_hybrid(tmp_path, family, DEVICE, all_experts=True)
     with engine(tmp_path) as llm:
         assert llm.plan.states and llm.engine.runner.graphs
         off = distance(llm.logits(unmodified.ids), unmodified.logits)
@@ -76,6 +76,16 @@ def test_a_family_computes_what_the_unmodified_model_does(family: str, tmp_path:
     print(f"{family}: off by {off:.1e}, the model's own bfloat16 by {unmodified.error:.1e}; {found}")
     assert off <= WORSE * unmodified.error + FLOOR
     assert all(gap <= TIE for gap in found.values()), found
+
+
+@pytest.mark.parametrize("family", ALL_EXPERTS)
+def test_prompts_of_a_family_whose_tokens_choose_experts(family: str, tmp_path: Path) -> None:
+    unmodified = save_hybrid(tmp_path, family, DEVICE)
+    with engine(tmp_path) as llm:
+        off = distance(llm.logits(unmodified.ids), unmodified.logits)
+    print(f"{family}: off by {off:.1e}, the model's own bfloat16 by {unmodified.error:.1e}")
+    # Of MiniMax 1.7 times as much was measured, whose routers are the nearest to ties.
+    assert off <= 2 * unmodified.error + FLOOR
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,7 @@ def test_states_in_8_bits_beside_a_cache_in_4(
     family: str, state_format: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """As far from float32 as the definition on a CPU, with the same formats."""
-    unmodified = save_hybrid(tmp_path, family, DEVICE)
+    unmodified = save_hybrid(tmp_path, family, DEVICE, all_experts=True)
     formats = {"kv_format": "nvfp4", "state_format": state_format, "kv_window": 64}
     with engine(tmp_path, "cpu", dtype="bfloat16", **formats) as llm:
         expected = distance(llm.logits(unmodified.ids), unmodified.logits)

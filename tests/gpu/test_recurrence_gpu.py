@@ -110,7 +110,8 @@ QWEN = LAYERS["Qwen3-Next"]
 CASES = [
     *(("Qwen3-Next", format, torch.bfloat16) for format in FORMATS), ("KDA", "int8", torch.bfloat16),
     ("KDA that forgets", "fp32", torch.bfloat16), ("Mamba 2", "fp32", torch.bfloat16),
-    ("lightning", "fp8", torch.bfloat16), ("long rows", "bf16", torch.bfloat16), ("odd", "int8", torch.float16),
+    ("lightning", "fp8", torch.bfloat16), ("long rows", "bf16", torch.bfloat16),
+    ("long rows", "fp32", torch.float16), ("long rows", "int8", torch.float32), ("odd", "int8", torch.float16),
     ("odd", "fp32", torch.float32), ("Mamba 1", "fp32", torch.bfloat16), ("Mamba 1", "int8", torch.bfloat16),
     ("convolution", "fp32", torch.bfloat16), ("convolution", "fp32", torch.float32),
 ]  # fmt: skip

@@ -172,3 +172,30 @@ def test_what_guards_do_not_see_is_in_the_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile_cache.metadata, "version", lambda package: "0")
     others.append(compile_cache.path_of(Toy(), {}))
     assert len({path, *others}) == 1 + len(others)
+
+
+def test_the_cache_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+    paths = {
+        name: tmp_path / name
+        for name in (
+            "triton/A/k.cubin",
+            "inductor/fxgraph/ab/f",
+            "kernels/x.cubin",
+            "tuned/h100.json",
+            "observed/m",
+        )
+    }
+    for age, path in enumerate(paths.values()):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(1 << 16))
+        for part in (path, path.parent):
+            os.utime(part, (1000 + age, 1000 + age))
+    monkeypatch.setenv(compile_cache.LIMIT_VARIABLE, "80KiB")
+    compile_cache.limit_cache_folder()
+    # The oldest are gone; what was measured is no cache.
+    assert [name for name, path in paths.items() if path.exists()] == [*paths][2:]
+    monkeypatch.setenv(compile_cache.LIMIT_VARIABLE, "many")
+    compile_cache.limit_cache_folder()
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path / "none"))
+    compile_cache.limit_cache_folder()

@@ -39,7 +39,7 @@ def test_logits_are_the_same(family: str) -> None:
     model = model_of(family)
     expected = logits(model)
     tabulate_rope(model, CONTEXT)
-    merge_linears(model, tune=True)
+    merge_linears(model)
     assert (logits(model) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -50,7 +50,7 @@ def test_a_usual_family_is_merged_and_tabulated() -> None:
         tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv"),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]
-    assert merge_linears(model, tune=True) == 4 * 5
+    assert merge_linears(model) == 4 * 5
     assert tabulate_rope(model, CONTEXT) == ["model.rotary_emb"]
     assert isinstance(model.model.rotary_emb, RopeTable)
     assert sum(p.nbytes for p in model.parameters()) == size
@@ -78,7 +78,7 @@ def test_the_first_that_is_called_computes_for_all(order: tuple[int, ...]) -> No
     parts: list[Callable[[torch.Tensor], torch.Tensor]] = [layer.q_proj, layer.k_proj, layer.v_proj]
     inputs = [torch.randn(1, 5, model.config.hidden_size) for _ in range(3)]
     expected = [[part(x) for part in parts] for x in inputs]
-    merge_linears(model, tune=True)
+    merge_linears(model)
     merged = [layer.q_proj, layer.k_proj, layer.v_proj]
     assert all(type(part) is MergedLinear for part in merged)
     for x, right in zip(inputs, expected, strict=True):

@@ -269,6 +269,7 @@ def test_the_fidelity_watch_says_what_it_does_not_look_at(hybrid: Path) -> None:
     monitor = llm.error_monitor
     assert monitor and monitor.samples and set(monitor.readings) <= set(llm.plan.groups[0].layers)
     assert "the recurrent states of 3 layers are not compared" in monitor.summary
+    assert monitor.numbers()["fidelity_uncovered_layers"] == 3
     assert any("and not the recurrent states of 3 layers" in note for note in llm.plan.notes)
     without = plan_engine(Config(model=str(hybrid), kv_format="nvfp4", kv_scales="one"))
     assert not any("watch" in note for note in without.plan.notes)

@@ -390,7 +390,7 @@ def test_a_layer_says_its_plain_weight() -> None:
 def test_a_compiler_does_not_look_into_the_operator(backend: str) -> None:
     model = read(FIXTURES / "ct_nvfp4")
     expected = logits(model)
-    assert merge_linears(model, tune=False, packed_only=True) == 5
+    assert merge_linears(model, packed_only=True) == 5
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ids = torch.randint(1, 60, (1, 17), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -165,7 +165,7 @@ def test_the_largest_step_is_filled_as_far_as_there_is_room(tokens: int, longest
 
 def test_a_start_is_timed_part_by_part(tiny: Path) -> None:
     llm = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB")
-    assert list(llm.startup) == ["weights", "preparation", "self-test"] and all(
+    assert list(llm.startup) == ["plan", "weights", "preparation", "self-test"] and all(
         s >= 0 for s in llm.startup.values()
     )
     assert StartupReport({"weights": 1.25, "compile": 20.0}).summary == "21.2 s: weights 1.2, compile 20.0"

@@ -43,6 +43,11 @@ def test_metrics_have_layers_and_schemes() -> None:
     }  # fmt: skip
 
 
+def test_layers_with_states_are_named_as_not_covered() -> None:
+    engine = watched(fidelity_uncovered_layers=6.0)
+    assert told(read(meters_of(engine)))["kv_fidelity_uncovered_layers",] == 6
+
+
 def test_there_are_none_without_a_watch_and_gauges_only_while_it_serves() -> None:
     engine = watched()
     engine.stats = STATS

@@ -67,6 +67,7 @@ WINDOW_STATS = {
 STATE_STATS = {
     "states_total": 9.0, "states_free": 2.0, "states_in_use": 4.0, "states_idle": 3.0, "states_attached": 5.0,
     "states_evicted": 1.0, "states_snapshot_hits": 7.0, "states_snapshot_misses": 2.0, "states_replayed_tokens": 48.0,
+    "fidelity_uncovered_layers": 6.0,
 }  # fmt: skip
 STATES = {"format": "int8", "bytes_per_slot": 26 << 20}
 
@@ -185,7 +186,7 @@ def test_pages_of_an_exact_window_add_up() -> None:
 def test_slots_of_recurrent_states_add_up() -> None:
     found = cache_view({**STATS, **STATE_STATS}, {**ABOUT, "states": STATES})["states"]
     assert found == {
-        "format": "int8", "bytes_per_slot": 26 << 20, "slots": 9, "free": 2, "held": 4, "idle": 3, "snapshots": 5,
+        "format": "int8", "bytes_per_slot": 26 << 20, "unwatched_layers": 6, "slots": 9, "free": 2, "held": 4, "idle": 3, "snapshots": 5,
         "evicted_slots": 1, "hits": 7, "misses": 2, "replayed_tokens": 48,
     }  # fmt: skip
     assert cache_view(STATS, ABOUT)["states"] is cache_view({}, {**ABOUT, "states": STATES})["states"] is None
@@ -252,6 +253,7 @@ def test_recurrent_states_are_shown(browser: Any) -> None:
         assert page.text_content("#states-title") == "Recurrent states in int8: 26.0 MiB a request"
         assert "slots held by requests: 4" in page.text_content("#states-legend")
         assert "7 went on at a snapshot, 2 had none" in page.text_content("#states-note")
+        assert "watch does not compare the states of 6 layers" in page.text_content("#states-note")
 
 
 @pytest.mark.slow

@@ -55,6 +55,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By type of model: gated delta nets, Mamba 2 and 1, short convolutions, lightning attention."""
+ALL_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_experts_per_tok": 8},
+    "minimax": {"num_experts_per_tok": 2},
+}
+"""What lets each token have all experts. Where a token chooses some, a router near a tie makes another token of
+rounding (tests/integration/test_hybrid_routers.py), and answers say nothing of kernels."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,14 @@ class Unmodified:
     """How far bfloat16 is from that, norm over norm."""
 
 
-def save_hybrid(folder: Path, family: str, device: str, tokens: int = 300) -> Unmodified:
+def save_hybrid(
+    folder: Path, family: str, device: str, tokens: int = 300, *, all_experts: bool = False
+) -> Unmodified:
     """Saves a random bfloat16 model, and says what it computes."""
+    experts = ALL_EXPERTS.get(family, {}) if all_experts else {}
     torch.manual_seed(0)
     with quiet(), torch.device(device):
-        config = AutoConfig.for_model(family, **{**_BASE, **HYBRIDS[family]})
+        config = AutoConfig.for_model(family, **{**_BASE, **HYBRIDS[family], **experts})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and "embed" not in name:

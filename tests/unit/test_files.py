@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from nibble.errors import ConfigError
-from nibble.files import check_writable, write_atomic
+from nibble.files import check_writable, remove_unused, write_atomic
 
 
 def test_a_file_that_can_be_written_is_not_touched(tmp_path: Path) -> None:
@@ -43,3 +44,30 @@ def test_a_full_file_system_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left on device"):
         check_writable(tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
+
+
+def aged(path: Path, size: int, seconds: float) -> Path:
+    """A file that was last used so long ago."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+    os.utime(path, (time.time() - seconds, time.time() - seconds))
+    return path
+
+
+def test_what_is_unused_goes_first_and_whole(tmp_path: Path) -> None:
+    old = [aged(tmp_path / "old" / name, 500, 1000 + i) for i, name in enumerate("ab")]
+    os.utime(tmp_path / "old", (0, 0))
+    middle, new = aged(tmp_path / "middle", 1000, 500), aged(tmp_path / "new", 1000, 10)
+    entries = [tmp_path / "old", middle, new, tmp_path / "gone"]
+    size = (tmp_path / "old").lstat().st_size
+    assert remove_unused(entries, 1 << 20, 60) == 3000 + size and all(path.exists() for path in (*old, new))
+    assert remove_unused(entries, 2500, 60) == 2000 and not (tmp_path / "old").exists()
+    # What may be read right now stays, whatever the limit.
+    assert remove_unused(entries, 0, 60) == 1000 and not middle.exists() and new.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_what_cannot_be_deleted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = aged(tmp_path / "kept", 1000, 100)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError))
+    assert remove_unused([file], 0, 60) == 1000 and file.exists()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from nibble.kernels.recurrence import LayerState, StateBatch
 from nibble.kernels.recurrence.types import StateMetadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecurrentStates:
     """The recurrent states of a step."""
 
@@ -27,6 +28,14 @@ class RecurrentStates:
     """By layer."""
     batch: StateBatch | StateMetadata
     """The step's requests, as the definition reads them, or on the device."""
+
+    @cached_property
+    def numbers(self) -> StateBatch | StateMetadata:
+        """Return the requests as kernels read them: what computes on a CPU reads numbers, made once for all layers."""
+        batch = self.batch
+        if isinstance(batch, StateMetadata) and batch.slots_B.device.type == "cpu":
+            return batch.on_host()
+        return batch
 
 
 def conv(
@@ -98,8 +107,4 @@ def selective(
 
 def _of_layer(states: RecurrentStates | None, layer: int) -> tuple[LayerState, StateBatch | StateMetadata]:
     assert states is not None, "whoever runs a model with recurrent layers gives the step their states"
-    batch = states.batch
-    # What computes on a CPU reads numbers, and waits for nothing.
-    if isinstance(batch, StateMetadata) and batch.slots_B.device.type == "cpu":
-        batch = batch.on_host()
-    return states.layers[layer], batch
+    return states.layers[layer], states.numbers

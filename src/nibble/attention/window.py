@@ -150,8 +150,10 @@ def _over_exact_pages(
 ) -> NearBatch:
     """Return the near part of a decode step: on the device alone, since a CUDA graph may hold it."""
     new = max(batch.query_lens)
-    # The first token that any of the queries sees, and from where tokens are counted.
-    first_B1 = (batch.seq_lens_B - new - window + 1).clamp(min=0)[:, None]
+    # The first token that any of the queries sees, and from where tokens are counted. Rows that pad a request see
+    # zeros before it.
+    new_B = new if batch.new_B is None else batch.new_B
+    first_B1 = (batch.seq_lens_B - new_B - window + 1).clamp(min=0)[:, None]
     step = lcm(TILE, page_size)
     base_B1 = first_B1 // step * step
     reach = step + window + new

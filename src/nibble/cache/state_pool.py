@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nibble.kernels.recurrence import LayerState, copy_slots, layer_state
+from nibble.kernels.recurrence import LayerState, copy_slots, copy_tables, layer_state
 from nibble.model_spec import RecurrentGroup
 
 
@@ -44,6 +44,7 @@ class StatePool:
                 self.layers[layer] = layer_state(
                     group, num_slots, format, getattr(torch, dtype), max_drafts, device
                 )
+        self._tables = copy_tables(tuple(self.layers.values()))
         if poison:
             self.poison()
 
@@ -63,4 +64,4 @@ class StatePool:
         """Copy slots in all layers, all reads before all writes; pairs: from, to."""
         if pairs := tuple(pairs):
             sources, targets = zip(*pairs, strict=True)
-            copy_slots(tuple(self.layers.values()), sources, targets)
+            copy_slots(tuple(self.layers.values()), sources, targets, self._tables)

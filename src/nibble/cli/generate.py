@@ -139,7 +139,8 @@ def _read_prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
 def _load(config: Config) -> LLM:
     from nibble.engine.llm import LLM
 
-    with err().status(f"loading {config.model} with a {Entry.of(config).name} cache"):
+    what = f"loading {config.model} with a {Entry.of(config).name} cache"
+    with err().status(what) as status, terminal.start_parts(lambda part: status.update(f"{what}: {part}")):
         llm = LLM(**asdict(config))
     terminal.print_startup(llm)
     return llm

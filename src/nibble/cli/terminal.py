@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,6 +73,26 @@ def read_text(path: Path, what: str) -> str:
         missing = isinstance(error, FileNotFoundError)
         why = "does not exist" if missing else f"cannot be read ({error.strerror})"
         raise RequestError(f"the {what} {path} {why}; name a text file in UTF-8") from None
+
+
+@contextmanager
+def start_parts(show: Callable[[str], object]) -> Iterator[None]:
+    """Show the part of a start that has begun (engine.StartupReport)."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno == logging.DEBUG:
+                show(record.facts["part"])  # type: ignore[attr-defined]
+
+    logger, handler = logging.getLogger("nibble.start"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def print_startup(llm: LLM) -> None:

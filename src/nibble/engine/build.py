@@ -199,13 +199,18 @@ def build(
     """
     # It begins before the model is loaded, so that there is something to measure.
     meter = LoadMeter()
-    parts, startup = plan_parts(config, calibrate, target), StartupReport()
+    startup = StartupReport()
+    with startup.part("plan"):
+        parts = plan_parts(config, calibrate, target)
     engine_plan = parts.plan
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         compile_cache.use_cache_folder()
+        if config.compile:
+            with startup.part("compiler"):
+                compile_cache.warm_compiler()
     model, scales = _load(parts, startup, meter, target)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

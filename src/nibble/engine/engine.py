@@ -8,6 +8,7 @@ takes effect one step late.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -39,6 +40,8 @@ from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
 from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
+
+log = logging.getLogger("nibble.start")
 
 CLOSED = "the LLM was closed before this answer ended"
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
@@ -110,10 +113,13 @@ class StartupReport:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure the time of a part."""
+        """Measure the time of a part, and log its begin (DEBUG) and end."""
+        log.debug("begin %s", name, extra={"facts": {"part": name}})
         start = perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+        seconds = perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        log.info("start", extra={"facts": {"part": name, "seconds": round(seconds, 2)}})
 
     @property
     def summary(self) -> str:
@@ -146,6 +152,8 @@ class Engine:
     """Who drafts tokens, if anybody does."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
+    _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
+    """What requests gained, and whether they have ended with it."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -275,26 +283,46 @@ class Engine:
     def step(self) -> None:
         """Launch one batch and emit what the previous one sampled: schedule -> launch -> collect."""
         with self._lock:
-            items = (item for step in self._in_flight for item in step.sampling)
-            self._collect(max_in_flight=0 if any(map(self._needs_host_tokens, items)) else 1)
+            waits = self._waits()
+            # What was sampled is told only once the next step is launched, but where nothing runs meanwhile.
+            self._collect(max_in_flight=0 if waits else 1, later=self.overlap)
             batch = self.scheduler.schedule(self._drafts())
             is_launched = batch is not None and self._launch(batch)
+            self._emit_pending()
+            self._note_launch(batch if is_launched else None, waits)
             # The step before is read only now, while the device computes the new one.
             self._collect(max_in_flight=1 if is_launched else 0)
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
 
-    def _needs_host_tokens(self, item: ScheduledRequest) -> bool:
-        """Return whether the sampled token must be on the host before the next step is scheduled."""
-        if item.drafts or needs_output_tokens(item.request.params):  # penalties, grammars
+    def _waits(self) -> bool:
+        """Return whether what the steps in flight sample must be on the host before the next one is scheduled."""
+        items = [item for step in self._in_flight for item in step.sampling]
+        if any(
+            item.drafts or needs_output_tokens(item.request.params) for item in items
+        ):  # penalties, grammars
             return True
-        return self.speculation is not None and self.speculation.wants(item.request)
+        requests = [item.request for item in items if not item.request.is_finished]
+        return self.speculation is not None and bool(requests) and self.speculation.waits(requests)
 
     def _drafts(self) -> Mapping[Request, tuple[int, ...]]:
         if self.speculation is None:
             return {}
-        return self.speculation.propose(self.scheduler.draftable, self.scheduler.draft_room)
+        draftable, others = self.scheduler.draftable, sum(len(step.sampling) for step in self._in_flight)
+        return self.speculation.propose(draftable, self.scheduler.draft_room, others)
+
+    def _note_launch(self, batch: Batch | None, waited: bool) -> None:
+        """Note when a step was launched, so that it is known what steps with drafts take."""
+        if self.speculation is None:
+            return
+        if batch is None or not all(item.phase.decodes for item in batch.scheduled):
+            self.speculation.policy.interrupted()
+            return
+        drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
+        # As many as the recorded step has that serves them.
+        drafts = self.speculation.rounded(drafts)
+        self.speculation.policy.launched(count, drafts, perf_counter(), waited=waited)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Check that a prompt can be served.
@@ -345,8 +373,13 @@ class Engine:
         drafts = {row: item.drafts[:count] for row, (item, count) in enumerate(rows) if count}
         return self.sampler.launch(logits_SV, requests, num_output_tokens, drafts)
 
-    def _collect(self, max_in_flight: int) -> None:
-        """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled."""
+    def _collect(self, max_in_flight: int, *, later: bool = False) -> None:
+        """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled.
+
+        Args:
+            max_in_flight: steps that are not waited for.
+            later: leave it to _emit_pending() to emit it.
+        """
         while len(self._in_flight) > max_in_flight:
             # The step stays in the queue while it is read: after an interrupt it is read again.
             step = self._in_flight[0]
@@ -359,6 +392,8 @@ class Engine:
             else:
                 self._in_flight.popleft()
                 self._commit(step.batch, tokens, _by_request(step.batch, prompt_logprobs))
+                if not later:
+                    self._emit_pending()
 
     def _commit(
         self,
@@ -381,10 +416,15 @@ class Engine:
         # After the ends above, because commit() passes over finished requests.
         by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
         ended = set(self.scheduler.commit(batch, token_ids, by_id))
+        self._pending += [(request, run, request in ended) for request, run in runs.items()]
+
+    def _emit_pending(self) -> None:
+        """Emit what steps have sampled and nobody was told yet."""
         errors: list[Exception] = []
-        for request, run in runs.items():
+        while self._pending:
+            request, run, has_ended = self._pending.popleft()
             try:
-                self._emit(request, run, request in ended)
+                self._emit(request, run, has_ended)
             except Exception as error:  # of whoever takes the answer: the other requests go on
                 # Nobody takes this answer any more.
                 if self._streams.pop(request, None):
@@ -430,6 +470,7 @@ class Engine:
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
+        self._emit_pending()  # what they gained before
         for item in batch.scheduled:
             self._abort(item.request, f"{type(error).__name__}: {error}")
 

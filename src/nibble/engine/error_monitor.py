@@ -352,6 +352,8 @@ class ErrorMonitor:
         self._collect()
         counts = {"samples": self.samples, "alerts": self.alerts, "alert": self.alerting}
         result = {f"fidelity_{name}": float(value) for name, value in counts.items()}
+        if self.rows.num_unwatched:
+            result["fidelity_uncovered_layers"] = float(self.rows.num_unwatched)
         result |= {f"fidelity_skipped_{reason}": float(count) for reason, count in self.skipped.items()}
         for layer, reading in sorted(self.readings.items()):
             result[f"fidelity_error_{layer}"] = reading.error

@@ -1,19 +1,25 @@
 """From a Batch to logits: fill the tensors of a step and run the model. Nothing here waits for the device.
 
 All integers of a step go to the device in one packed copy. Page tables and the tokens sampled last stay there.
-A step of decodes alone runs over buffers that stay where they are, so that it can be recorded as a CUDA graph, one for
-each size, and replayed. Every other step runs over tensors of its own.
+A step of decodes alone, or of decodes and drafts, runs over buffers that stay where they are, so that it can be
+recorded as a CUDA graph, one for each size, and replayed. Every other step runs over tensors of its own.
+
+A recorded step with drafts has as many rows for each of its requests. One that has fewer new tokens has them in its
+last rows. Those before are padding: they see stored tokens of that request alone, are stored nowhere, and nobody reads
+them.
 
 Shape suffixes: T tokens of the step, B requests of an attention batch or rows of a recorded step, N pages of a request,
-R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary.
+R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary,
+L rows of a request in a recorded step with drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -31,6 +37,18 @@ from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import Batch, ScheduledRequest
+from nibble.engine.step_tokens import (
+    ON_DEVICE,
+    PhaseGroup,
+    StateRows,
+    VerifyInputs,
+    logit_rows,
+    padded_logit_rows,
+    padded_token_ids,
+    token_ids,
+    unkept,
+    unwritten,
+)
 from nibble.errors import BackendError
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata
@@ -40,27 +58,36 @@ from nibble.models.forward import Forward, plain
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it."""
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
 """With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
 
 
 class Graphs:
-    """Decode steps of several sizes, over buffers that stay where they are.
+    """Steps of several sizes, over buffers that stay where they are.
 
     Args:
-        sizes: rows of a step, ascending.
+        sizes: rows of a decode step, ascending.
         device: where steps run.
         record: how a step is recorded.
+        verify_sizes: requests and rows of each in a step with drafts, largest first.
     """
 
     # All tensors of steps are made in inference mode: to a compiled model others look different.
     @torch.inference_mode()
-    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
-        self.sizes, max_rows = tuple(sizes), sizes[-1]
-        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        record: Record,
+        verify_sizes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.sizes, self.verify_sizes = tuple(sizes), tuple(verify_sizes)
+        max_rows = max(sizes[-1], *(requests * rows for requests, rows in verify_sizes), 0)
+        self.inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
+        lengths = (VerifyInputs.length(*size) for size in verify_sizes)
+        self.verify_inputs = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=device)
+        """Of a step with drafts, as VerifyInputs has them."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         """0, 1, 2, ...: where requests of one token begin."""
         self.rows = torch.arange(max_rows, device=device)
@@ -70,7 +97,7 @@ class Graphs:
         self.states: Tensor | None = None
         """Hidden states [max_rows, X], allocated by the first step, where a head drafts."""
         self._record = record
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._replays: dict[int | tuple[int, int], Callable[[], None]] = {}
 
     def store_logits(self, logits_BV: Tensor, states_BX: Tensor | None = None) -> None:
         """Copy a step's logits and hidden states, so that their own memory serves the next graph too."""
@@ -82,31 +109,49 @@ class Graphs:
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
+    def verify_size(self, scheduled: Sequence[ScheduledRequest]) -> tuple[int, int] | None:
+        """Return the smallest size with room for requests that decode or verify drafts; None where there is none."""
+        requests, rows = len(scheduled), max(item.num_tokens for item in scheduled)
+        fitting = (size for size in reversed(self.verify_sizes) if size[0] >= requests and size[1] >= rows)
+        return next(fitting, None)
+
     @torch.inference_mode()
-    def record(self, decode: Callable[[int, Graphs], None]) -> None:
-        """Record decode(size, graphs) for all sizes.
+    def record(
+        self, decode: Callable[[int, Graphs], None], verify: Callable[[tuple[int, int], Graphs], None]
+    ) -> None:
+        """Record decode(size, graphs) and verify(size, graphs) for all sizes.
 
         Raises:
             BackendError: a graph cannot hold a step.
         """
         # The largest first: the others then fit into its memory.
+        for shape in self.verify_sizes:
+            self.verify_inputs.zero_()  # no request has any token
+            requests, rows = shape
+            self._record_one(
+                shape,
+                partial(verify, shape, self),
+                f"step of {requests} requests with {rows - 1} drafts each",
+            )
         for size in reversed(self.sizes):
             self.inputs.zero_()
             # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
             self.inputs[size : 2 * size] = -1
-            try:
-                self._replays[size] = self._record(partial(decode, size, self))
-            # The start explains it by the memory plan (explain_out_of_memory).
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a kernel does that a graph cannot hold
-                raise BackendError(
-                    f"a decode step of {size} requests cannot be recorded as a CUDA graph ({error}); "
-                    "serve without graphs: --no-graphs"
-                ) from error
+            self._record_one(size, partial(decode, size, self), f"decode step of {size} requests")
 
-    def replay(self, size: int) -> None:
-        """Compute a step of `size` rows from inputs to logits."""
+    def _record_one(self, size: int | tuple[int, int], run: Callable[[], None], name: str) -> None:
+        try:
+            self._replays[size] = self._record(run)
+        # The start explains it by the memory plan (explain_out_of_memory).
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a kernel does that a graph cannot hold
+            raise BackendError(
+                f"a {name} cannot be recorded as a CUDA graph ({error}); serve without graphs: --no-graphs"
+            ) from error
+
+    def replay(self, size: int | tuple[int, int]) -> None:
+        """Compute a step of this size from inputs to logits."""
         self._replays[size]()
 
 
@@ -199,14 +244,26 @@ class ModelRunner:
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
         if self.states:
             self._copy_states(scheduled, self.states)
-        if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
+        phases = {item.phase for item in scheduled}
+        if self.graphs and not every and phases == {Phase.DECODE}:
             logits = self._replay(scheduled, self.graphs, probe)
+        elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
+            logits = self._replay_verify(scheduled, self.graphs, size)
         else:
             logits = self._step(scheduled, every, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run the model as it is written."""
+        run, self._run = self._run, plain(self.model)
+        try:
+            yield
+        finally:
+            self._run = run
 
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
@@ -219,52 +276,49 @@ class ModelRunner:
     def _step(
         self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
     ) -> Tensor:
-        rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
-        logit_rows = list(range(len(token_ids))) if every else _logit_rows(scheduled)
+        rows, ids = self._rows(scheduled), token_ids(scheduled)
+        rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
-            packed.add(self._pad_rows(token_ids)),
+            packed.add(self._pad_rows(ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
-            packed.add(self._pad_rows(logit_rows or [0])),
+            packed.add(self._pad_rows(rows_of_logits or [0])),
             packed.add(self._sampled_rows(rows, scheduled)),
         )
-        unwritten, unkept = (
-            _unwritten(scheduled),
-            _unkept(scheduled, self.plan.page_size) if self.exact else [],
-        )
-        skipped = packed.add(unwritten), packed.add(unkept)
-        state_rows = _StateRows(scheduled, packed) if self.states else None
+        forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
+        skipped = packed.add(unwritten(scheduled)), packed.add(forgotten)
+        state_rows = StateRows(scheduled, packed) if self.states else None
         # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
         groups = [
-            _PhaseGroup(tuple(pairs), packed)
+            PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
         sent = self._send(packed, scheduled)
         token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
-        if ON_DEVICE in token_ids:
+        if ON_DEVICE in ids:
             # A negative id stands for the token that the step before has sampled for this row.
             token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
-        count = len(token_ids)
+        count = len(ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
         self.hidden_states = None if states is None else states[:count]
-        return logits[: len(logit_rows)]
+        return logits[: len(rows_of_logits)]
 
     def _metadata(
         self,
         sent: Tensor,
-        groups: Sequence[_PhaseGroup],
+        groups: Sequence[PhaseGroup],
         rows_T: Tensor,
         positions_T: Tensor,
-        unwritten: slice,
-        unkept: slice,
+        skipped: slice,
+        exact_skipped: slice,
     ) -> AttentionMetadata:
         """Return where tokens are stored, and an attention batch for each phase."""
         page_size = self.plan.page_size
@@ -289,10 +343,10 @@ class ModelRunner:
                 )
             )
             start = stop
-        slots_T = _slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[unwritten])
+        slots_T = _slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None
         if exact := self.tables.exact:
-            exact_slots_T = _slots(exact.table_RN, rows_T, positions_T, page_size, sent[unkept])
+            exact_slots_T = _slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
         return self._with_frames(slots_T, batches, exact_slots_T)
 
     def _exact_table(self, rows_B: Tensor, width: int) -> Tensor | None:
@@ -376,8 +430,8 @@ class ModelRunner:
     # Steps of decodes alone
 
     def record(self, graphs: Graphs) -> None:
-        """Record a decode step of each size; from now on decode steps are replayed."""
-        graphs.record(self._decode)
+        """Record a step of each size; from now on such steps are replayed."""
+        graphs.record(self._decode, self._verify)
         self.graphs = graphs
 
     def _replay(
@@ -392,7 +446,7 @@ class ModelRunner:
             (
                 *self._rows(scheduled), *[self.tables.padding_row] * padding,
                 *[item.start for item in scheduled], *[-1] * padding,
-                *_token_ids(scheduled), *[0] * padding,
+                *token_ids(scheduled), *[0] * padding,
             )
         )  # fmt: skip
         sent = self._send(packed, scheduled)
@@ -444,6 +498,77 @@ class ModelRunner:
         ctx = self._context(meta, probe, state_batch)
         graphs.store_logits(*_parts(self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)))
 
+    # Steps with drafts
+
+    def _verify_size(
+        self, phases: Set[Phase], scheduled: Sequence[ScheduledRequest]
+    ) -> tuple[int, int] | None:
+        """Return the size of the recorded step that serves these requests, if one does."""
+        assert self.graphs
+        # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
+        if not all(phase.decodes for phase in phases) or (
+            self.exact and unkept(scheduled, self.plan.page_size)
+        ):
+            return None
+        return self.graphs.verify_size(scheduled)
+
+    def _replay_verify(
+        self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, size: tuple[int, int]
+    ) -> Tensor:
+        (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
+        padding = requests - len(scheduled)
+        rows_of_logits = padded_logit_rows(scheduled, length)
+        inputs = packed.add(
+            (
+                *rows, *[self.tables.padding_row] * padding,
+                *[item.end for item in scheduled], *[0] * padding,
+                *[item.num_tokens for item in scheduled], *[0] * padding,
+                *padded_token_ids(scheduled, length), *[0] * (padding * length),
+                *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
+            )
+        )  # fmt: skip
+        sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
+        # Padding stands before the new tokens of each request.
+        lengths = [item.num_tokens for item in scheduled] if graphs.states is not None else []
+        state_rows = packed.add(
+            row for i, new in enumerate(lengths, 1) for row in range(i * length - new, i * length)
+        )
+        sent = self._send(packed, scheduled)
+        self._sampled_rows_S = sent[sampled_rows]
+        graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
+        graphs.replay(size)
+        self.hidden_states = None if graphs.states is None else graphs.states[sent[state_rows]]
+        return graphs.logits[: len(rows_of_logits)]
+
+    @torch.inference_mode()
+    def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
+        """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
+        (requests, length), page_size, tables = size, self.plan.page_size, self.tables
+        inputs = VerifyInputs.of(graphs.verify_inputs, requests, length)
+        row_L = graphs.rows[:length]
+        is_new_BL = row_L >= length - inputs.new_B[:, None]
+        # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
+        first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
+        positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
+        ids_BL = torch.where(inputs.ids_BL < 0, tables.latest_R[inputs.rows_B][:, None], inputs.ids_BL)
+        page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
+        width = page_table_BN.shape[1]
+        exact_table_BN = self._exact_table(inputs.rows_B, width)
+
+        def slots(table_BN: Tensor) -> Tensor:
+            pages_BL = table_BN.gather(1, positions_BL // page_size).long()
+            return torch.where(is_new_BL, pages_BL * page_size + positions_BL % page_size, -1).flatten()
+
+        batch = AttentionBatch(
+            Phase.VERIFY, 0, requests * length, (length,) * requests, (width * page_size,) * requests,
+            page_table_BN, graphs.cu_seqlens_q[: requests + 1] * length, inputs.ends_B.int(), inputs.rows_B,
+            bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
+        )  # fmt: skip
+        exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
+        ctx = self._context(self._with_frames(slots(page_table_BN), [batch], exact_slots_T))
+        ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
+        graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx)))
+
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
         # With a host tier there are two. What one has selected is fetched while the other selects, and the first
@@ -452,65 +577,9 @@ class ModelRunner:
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
 
 
-class _PhaseGroup:
-    """What is scheduled of one phase, and where its numbers lie in the packed integers."""
-
-    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
-        scheduled = [item for item, _ in pairs]
-        self.phase = scheduled[0].phase
-        self.query_lens = tuple(item.num_tokens for item in scheduled)
-        self.seq_lens = tuple(item.end for item in scheduled)
-        self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
-        self.seq_lens_at = packed.add(self.seq_lens)
-        self.rows = packed.add(row for _, row in pairs)
-
-
-class _StateRows:
-    """Where the numbers of a step's recurrent states lie in the packed integers."""
-
-    def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
-        lengths = [item.num_tokens for item in scheduled]
-        self._max_length = max(lengths)
-        self._slots = packed.add(_state_slot(item) for item in scheduled)
-        self._starts = packed.add(item.start for item in scheduled)
-        self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
-        self._settled: slice | None = None
-        if any(item.drafts for item in scheduled):
-            self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
-
-    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
-        """Return the same on the device."""
-        slots_B, starts_B, cu_seqlens_B1 = (
-            sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
-        )
-        settled_B = None if self._settled is None else sent[self._settled].int()
-        return StateMetadata(
-            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, invariant=invariant
-        )
-
-
 def _parts(output: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits and the hidden states of a pass; most models leave none."""
     return output if isinstance(output, tuple) else (output, None)
-
-
-def _state_slot(item: ScheduledRequest) -> int:
-    slot = item.request.lease.state_slot
-    assert slot is not None, "a lease has a slot of recurrent states from its first step on"
-    return slot
-
-
-def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the step whose logits are needed: those that are sampled from, then logprob_rows."""
-    starts = list(accumulate((item.num_tokens for item in scheduled), initial=0))
-    sampled = [
-        row
-        for end, item in zip(starts[1:], scheduled, strict=True)
-        if item.samples_token
-        for row in range(end - 1 - len(item.drafts), end)
-    ]
-    first_rows = zip(starts[:-1], scheduled, strict=True)
-    return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
 
 
 def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int, skipped: Tensor) -> Tensor:
@@ -526,37 +595,3 @@ def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int
     pages_T = table_RN[rows_T, positions_T // page_size].long()
     slots_T = pages_T * page_size + positions_T % page_size
     return slots_T.index_fill_(0, skipped, -1) if len(skipped) else slots_T
-
-
-def _unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
-    rows, first = list[int](), 0
-    for item in scheduled:
-        rows += range(first, first + min(max(item.write_from - item.start, 0), item.num_tokens))
-        first += item.num_tokens
-    return rows
-
-
-def _unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
-    """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
-    rows, first = list[int](), 0
-    for item in scheduled:
-        exact_pages = item.request.lease.exact_pages
-        for page in range(item.start // page_size, cdiv(item.end, page_size)):
-            if page not in exact_pages:
-                start, stop = max(page * page_size, item.start), min((page + 1) * page_size, item.end)
-                rows += range(first + start - item.start, first + stop - item.start)
-        first += item.num_tokens
-    return rows
-
-
-def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
-    """Return the ids of all tokens; ON_DEVICE for a last one that the host does not know yet."""
-    token_ids: list[int] = []
-    for item in scheduled:
-        num_kept = item.num_tokens - len(item.drafts)
-        ids = item.request.token_ids[item.start : item.start + num_kept]
-        # The list ends with the last token that the host knows, so a slice may be one short.
-        token_ids += ids if len(ids) == num_kept else [*ids, ON_DEVICE]
-        token_ids += item.drafts
-    return token_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.cache import scales as kv_scales
 from nibble.config import Config
-from nibble.drafts import BUNDLED_HEADS, SpeculativeSpec, verify_tokens
+from nibble.drafts import BUNDLED_HEADS, GPU_DRAFTS, SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 VOCAB_PADDING = 1024
 """Most tokens by which vocabularies of the same tokenizer differ."""
-GPU_TOKENS = 7
-"""Most draft tokens on a GPU where the user names no number: with the token before them, as many as kernels verify in
-one reading of the cache."""
 
 
 def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
@@ -59,7 +56,7 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
 
 def max_tokens(spec: SpeculativeSpec, info: DrafterInfo, hardware: Hardware) -> int:
     """Return the most draft tokens of a request and step."""
-    return spec.tokens or min(info.max_tokens, info.max_tokens if hardware.is_cpu else GPU_TOKENS)
+    return spec.tokens or min(info.max_tokens, info.max_tokens if hardware.is_cpu else GPU_DRAFTS)
 
 
 def note(config: Config, hardware: Hardware) -> str:

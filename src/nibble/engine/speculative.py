@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from nibble.drafts import recorded_lengths
+from nibble.engine.draft_policy import DraftPolicy, Likelihood
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
 from nibble.engine.request import Logprob, Request, ScheduledRequest
@@ -57,6 +59,7 @@ class DraftLength:
 
     most: int
     length: int
+    likelihood: Likelihood = field(default_factory=Likelihood)
     _pause: int = SHORTEST_PAUSE
     _resumes_at: int = 0
     _num_misses: int = 0
@@ -67,6 +70,7 @@ class DraftLength:
 
     def note_proposal(self, has_drafts: bool, num_tokens: int) -> None:
         """Note whether anything was proposed for a request of so many tokens."""
+        self.likelihood.note_proposal(has_drafts)
         self._num_misses = 0 if has_drafts else self._num_misses + 1
         if self._num_misses >= MISSES:
             self._resumes_at = num_tokens + MISS_PAUSE
@@ -128,6 +132,7 @@ class Speculation:
         vocab_size: tokens of the model.
         overlaps: whether steps are launched before the last is read, unless somebody may draft.
         head: the drafter, where it reads the model's hidden states.
+        policy: whether drafts pay then.
     """
 
     name: str
@@ -138,29 +143,40 @@ class Speculation:
     vocab_size: int
     overlaps: bool = False
     head: HeadDrafter | None = None
+    policy: DraftPolicy = field(default_factory=DraftPolicy)
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
+    _num_drafts: int | None = field(default=None, init=False)
+    """Tokens to draft for each request of the next step, where that is decided."""
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
-    def wants(self, request: Request) -> bool:
-        """Return whether the request's next tokens may be drafted, so that its tokens must be known by then."""
-        return self._length(request).at(len(request.token_ids) + 1) > 0
+    def waits(self, requests: Sequence[Request]) -> bool:
+        """Return whether the next step should wait for the tokens of these, as drafts may follow them.
+
+        Args:
+            requests: that the step in flight decodes.
+        """
+        self._num_drafts = None
+        lengths = {request: self._length_at(request, len(request.token_ids) + 1) for request in requests}
+        askable = {one: length for one, length in lengths.items() if length > 0 and self._may_propose(one)}
+        if askable and self.chooses:
+            self._num_drafts = self._choose(len(requests), askable)
+        return self._num_drafts > 0 if self._num_drafts is not None else bool(askable)
 
     def propose(
-        self, requests: Iterable[Request], room: Callable[[Request], int]
+        self, requests: Iterable[Request], room: Callable[[Request], int], others: int = 0
     ) -> Mapping[Request, tuple[int, ...]]:
         """Return draft tokens for some of these requests.
 
         Args:
             requests: that decode, and whose tokens are all known.
             room: returns the most tokens that may be drafted for one.
+            others: requests that decode too.
         """
         decoding = list(requests)
-        tasks, left = list[DraftTask](), self.step_tokens - len(decoding)
-        for request in decoding:
-            length = min(self._length(request).at(len(request.token_ids)), room(request), left)
-            if length > 0:
-                tasks.append(DraftTask(request, length))
-                left -= length
+        tasks = [
+            DraftTask(request, length)
+            for request, length in self._lengths_of(decoding, room, len(decoding) + others).items()
+        ]
         if not tasks:
             return {}
         drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
@@ -170,11 +186,71 @@ class Speculation:
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
         return {request: tokens for request, tokens in usable.items() if tokens}
 
+    @property
+    def chooses(self) -> bool:
+        """Return whether each step's drafts are weighed against its time."""
+        return self.overlaps and self.adapts
+
+    def _lengths_of(
+        self, decoding: Sequence[Request], room: Callable[[Request], int], running: int
+    ) -> dict[Request, int]:
+        """Return how many tokens to draft for each of these; those of none are left out."""
+        num_drafts, self._num_drafts = self._num_drafts, None
+        left = self.step_tokens - running
+        # A recorded step has as many rows for each of its requests, and no more than step_tokens in all.
+        most = min(self.max_tokens, left // max(running, 1) if self.overlaps else left)
+        lengths = dict[Request, int]()
+        for request in decoding:
+            length = min(self._length_at(request, len(request.token_ids)), room(request), left, most)
+            if length > 0:
+                lengths[request] = length
+                left -= length
+        if lengths and self.chooses:
+            num_drafts = self._choose(running, lengths) if num_drafts is None else num_drafts
+            lengths = {one: min(length, num_drafts) for one, length in lengths.items() if num_drafts}
+        return lengths
+
+    def rounded(self, drafts: int) -> int:
+        """Return the drafts of a request in the recorded step that has room for so many; 0 for none."""
+        counts = (length - 1 for length in reversed(recorded_lengths(1 + self.max_tokens)))
+        return next((count for count in counts if count >= drafts), drafts) if drafts else 0
+
+    def _choose(self, running: int, lengths: Mapping[Request, int]) -> int:
+        """Return how many tokens to draft for each request of a step, 0 for none.
+
+        Args:
+            running: requests that the step has.
+            lengths: the most for each that may have any.
+        """
+        left = self.step_tokens // max(running, 1) - 1
+        counts = [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= left]
+        if not counts:
+            return 0
+        likely = dict.fromkeys(counts, 0.0)
+        for one, length in lengths.items():
+            likelihood = self._length(one).likelihood
+            for count in counts:
+                likely[count] += likelihood.expected(min(count, length))
+        return self.policy.choose(running, likely)
+
+    def _length_at(self, request: Request, num_tokens: int) -> int:
+        """Return how many tokens may be drafted for a request of so many tokens."""
+        length = self._length(request).at(num_tokens)
+        return self.max_tokens if length and self.chooses else length
+
+    def _may_propose(self, request: Request) -> bool:
+        """Return whether the drafter may have anything to say once the next token is known."""
+        may_propose = getattr(self.drafter, "may_propose", None)
+        return may_propose is None or bool(may_propose(request))
+
     def note(self, item: ScheduledRequest, num_accepted: int) -> None:
         """Note how many drafts of a step were accepted."""
         proposed = len(item.drafts)
         self.counts.add(proposed, num_accepted)
-        if self.adapts:
+        if self.chooses:
+            self._length(item.request).likelihood.update(proposed, num_accepted)
+            self.policy.update(proposed, num_accepted)
+        elif self.adapts:
             num_tokens = item.start + 2 + num_accepted
             self._length(item.request).update(proposed, num_accepted, num_tokens)
 
@@ -200,7 +276,8 @@ class Speculation:
         length = self._lengths.get(request)
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            length = self._lengths[request] = DraftLength(self.max_tokens, first)
+            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood())
+            self._lengths[request] = length
         return length
 
     def _usable(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:

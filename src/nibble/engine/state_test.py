@@ -22,6 +22,7 @@ from nibble.attention import recurrent
 from nibble.attention.recurrent import RecurrentStates
 from nibble.cache.state_pool import StatePool
 from nibble.errors import BackendError
+from nibble.kernels import ahead
 from nibble.kernels.recurrence import LayerState, StateBatch, layer_state
 from nibble.kernels.recurrence.formats import decode
 from nibble.kernels.recurrence.types import StateMetadata
@@ -146,6 +147,8 @@ class _GroupTest:
         return lambda states: recurrent.selective(states, layer, x_TC, dt_TC, self.pace_CK, B_TN, C_TN)
 
     def _compare(self, actual: Tensor, expected: Tensor, what: str, verb: str) -> None:
+        if ahead.is_rehearsal():
+            return
         error = float((actual.float() - expected.float()).norm() / expected.float().norm())
         if error <= self.limit:  # which NaN is not
             return
@@ -191,7 +194,9 @@ def _test_copies(pool: StatePool, slots: tuple[int, ...]) -> None:
             tensor[source].view(torch.uint8).copy_(_pattern(tensor[source], number))
         pool.copy([(source, target)])
         for number, tensor in enumerate(tensors):
-            if not torch.equal(tensor[target].view(torch.uint8), _pattern(tensor[source], number)):
+            if not ahead.is_rehearsal() and not torch.equal(
+                tensor[target].view(torch.uint8), _pattern(tensor[source], number)
+            ):
                 raise BackendError(
                     f"the start-up test failed: copies of recurrent states are wrong on this {tensor.device.type} "
                     f"(tensor {number} of {len(tensors)}); {ADVICE}"

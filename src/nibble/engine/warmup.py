@@ -1,4 +1,4 @@
-"""Make a model with its pool ready to serve: test, compile, record, and check the memory. On a CPU only the test.
+"""Make a model with its pool ready to serve: compile, test, record, and check the memory. On a CPU only the test.
 
 The start-up test sends random tokens through the very pool, kernels and routes that will serve. For each layer group a
 few requests are written, read and attended over in every phase that is planned, as a step of the engine does it. What
@@ -12,9 +12,11 @@ tokens of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,14 +25,21 @@ from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.layer import AttentionBackend, StepContext, attention
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
-from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
+from nibble.attention.planner.plan import (
+    GroupPlan,
+    Plan,
+    Route,
+    cuda_graph_blocker,
+    graph_sizes,
+)
+from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.states import StateSlots
 from nibble.config import Config
-from nibble.engine import window_reference
+from nibble.engine import rehearsal, window_reference
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.model_runner import CudaGraphs, Graphs, ModelRunner, live
@@ -40,11 +49,12 @@ from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError, CapacityError
 from nibble.formats.base import raw
 from nibble.hardware import format_bytes
-from nibble.kernels import cdiv
+from nibble.kernels import ahead, cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT, Phase
+from nibble.models import compile_cache
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
@@ -91,19 +101,20 @@ def warm_up(
         ConfigError: the model cannot be compiled.
         CapacityError: the memory does not suffice.
     """
+    tests = list(_tests(runner)) if test else []
     with explain_out_of_memory(budget):
+        mark = None
+        if runner.device.type == "cuda":
+            with startup.part("rehearsal"):
+                mark = _rehearse(runner, config, budget, max_tokens, tests)
+            # While the model is traced, which takes a single thread, kernels are compiled.
+            with startup.part("compile"):
+                _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("self-test"):
-            if test:
-                self_test(runner.plan, runner.pool, runner.backends, runner.exact)
-                if runner.tier:
-                    tier_test(runner.tier, runner.pool)
-                # On a CPU the definition itself serves.
-                if runner.states and runner.device.type != "cpu":
-                    state_test(runner.states, runner.plan.states, runner.plan.dtype)
+            for run in tests:
+                run()
         if runner.device.type != "cuda":
             return
-        with startup.part("compile"):
-            _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
         with startup.part("short prompts"):
@@ -115,17 +126,57 @@ def warm_up(
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
             # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
+        with startup.part("kernels"):
+            ahead.finish()
+    if mark:
+        rehearsal.leave_mark(mark)
+        # Only a first start adds much.
+        compile_cache.limit_cache_folder()
     check_memory(budget, torch.cuda.mem_get_info()[0])
 
 
+def _tests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
+    """Yield the tests of a start."""
+    yield partial(self_test, runner.plan, runner.pool, runner.backends, runner.exact)
+    if runner.tier:
+        yield partial(tier_test, runner.tier, runner.pool)
+    # On a CPU the definition itself serves.
+    if runner.states and runner.device.type != "cpu":
+        yield partial(state_test, runner.states, runner.plan.states, runner.plan.dtype)
+
+
+def _rehearse(
+    runner: ModelRunner,
+    config: Config,
+    budget: MemoryPlan,
+    max_tokens: int,
+    tests: Sequence[Callable[[], None]],
+) -> Path | None:
+    """Begin to compile the kernels of a start; return the file that says so, None where it says so already."""
+    mark = rehearsal.mark_of(runner, budget)
+    if mark.exists():
+        return None
+    steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
+    if config.drafts:
+        steps.append(partial(_run_drafts, runner, max_tokens))
+    sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
+    steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
+    # Models of --deterministic run other operators than they are written with.
+    rehearsal.rehearse(runner, [*tests, *([] if config.deterministic else steps)])
+    return mark
+
+
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
-    """Record decode steps, or run them over the same buffers where the config excludes graphs."""
+    """Record decode steps and those with drafts, or run them over the same buffers where the config excludes graphs."""
     reason = cuda_graph_blocker(runner.plan)
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
         record = CudaGraphs() if config.graphs else live
-        runner.record(Graphs(graph_sizes(budget.max_decodes), runner.device, record))
+        sizes = graph_sizes(budget.max_decodes)
+        runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
+        if config.drafts and not budget.verify_sizes and (why := verify_graph_blocker(runner.plan)):
+            startup.notes.append(why)
     elif config.graphs:
         startup.notes.append(reason)
 
@@ -162,7 +213,9 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
         manager.reserve(request.lease, request.num_tokens)
         for count in counts:
             request.in_flight = ScheduledRequest.next_chunk(request, count)
-            runner.forward(Batch.from_scheduled([request.in_flight]))
+            # In a rehearsal nothing is read of what many tokens would write.
+            if count <= max(FIRST_STEP, *CHUNKS) or not ahead.is_rehearsal():
+                runner.forward(Batch.from_scheduled([request.in_flight]))
         manager.release(request.lease)
 
 
@@ -426,7 +479,7 @@ class _GroupTest:
 
     def _near_name(self, phase: Phase) -> str:
         """Return who reads near tokens."""
-        if self.near_kernel and phase is not Phase.VERIFY:
+        if self.near_kernel:
             return "the kernel for near tokens"
         return str(self.plan.near_route(self.layer, phase))
 
@@ -528,6 +581,8 @@ class _GroupTest:
         return entry.format.decode(entry.format.encode(x_THD, entry.scale), entry.scale)
 
     def _compare(self, actual: Tensor, expected: Tensor, limit: float, route: Route, what: str) -> None:
+        if ahead.is_rehearsal():
+            return
         error = float((actual.float() - expected.float()).norm() / expected.float().norm())
         if error <= limit:  # which NaN is not
             return

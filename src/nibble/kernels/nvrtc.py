@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import tempfile
 from collections.abc import Mapping
-from functools import cache
+from concurrent.futures import Future
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cuda.bindings import driver, nvrtc
 
 from nibble.errors import BackendError
 from nibble.hardware import cache_folder
+from nibble.kernels import ahead
 
 CUBINS = "kernels"
 ELF = b"\x7fELF"
@@ -41,6 +43,14 @@ def unavailable_reason() -> str | None:
 def archs() -> tuple[int, ...]:
     """Return the compute capabilities that NVRTC compiles for, as 90 for 9.0."""
     return tuple(_check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
+
+
+def code_of(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> bytes | Future[bytes]:
+    """Return a source file's machine code for a Kernel; in a rehearsal it is compiled in a thread."""
+    if not ahead.is_rehearsal():
+        return cubin(source, arch, macros)
+    place = (source, arch, tuple(sorted(macros.items())))
+    return ahead.submit(place, partial(cubin, source, arch, dict(macros)))
 
 
 def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> bytes:
@@ -113,27 +123,33 @@ def _store(path: Path, code: bytes) -> None:
 
 
 class Kernel:
-    """A kernel of a cubin, loaded on the current device."""
+    """A kernel of a cubin, loaded on the current device; code that is still compiled, at its first launch."""
 
-    def __init__(self, code: bytes, name: str, shared: int) -> None:
+    def __init__(self, code: bytes | Future[bytes], name: str, shared: int) -> None:
         """Load the kernel.
 
         Args:
-            code: The machine code.
+            code: The machine code, from code_of().
             name: The kernel's symbol.
             shared: The most bytes of dynamic shared memory that a launch will request.
 
         Raises:
             BackendError: The driver refuses the code, or that much shared memory.
         """
+        self._code, self._name, self._shared = code, name, shared
+        self._function: Any = None
+        if isinstance(code, bytes):
+            self._load(code)
+
+    def _load(self, code: bytes) -> None:
         torch.cuda.current_stream()  # makes torch's context current
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), name)
+        function = _check(driver.cuModuleGetFunction(self._module, self._name.encode()), self._name)
         # A kernel must request more than 48 KiB of dynamic shared memory before its launch.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(
-            driver.cuFuncSetAttribute(self._function, attribute, shared), f"{shared} bytes of shared memory"
-        )
+        what = f"{self._shared} bytes of shared memory"
+        _check(driver.cuFuncSetAttribute(function, attribute, self._shared), what)
+        self._function = function
 
     def launch(
         self,
@@ -157,8 +173,12 @@ class Kernel:
                 (griddepcontrol.wait, from SM90 on).
 
         Raises:
-            BackendError: The driver refuses the launch.
+            BackendError: The driver refuses the launch, or the code did not compile.
         """
+        if ahead.is_rehearsal():
+            return
+        if self._function is None:
+            self._load(self._code if isinstance(self._code, bytes) else self._code.result())
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -82,6 +82,9 @@ class AttentionBatch:
     """Whether `seq_lens` are bounds."""
     exact_table_BN: Tensor | None = None
     """int32: the exact page of each page, where there is an exact window (attention/window.py)."""
+    new_B: Tensor | None = None
+    """int32: how many of a request's rows are new tokens, the last ones, where `query_lens` are bounds; the rows before
+    them are padding, and nobody reads their output."""
     num_omitted: int = 0
     """Tokens of each request that the batch leaves out, the newest and maybe the first: lengths are so much shorter."""
 

@@ -28,10 +28,17 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import nibble
 from nibble import files
+from nibble.config import parse_bytes
+from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 
 FOLDER = "compiled"
 CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+LIMIT_VARIABLE, LIMIT = "NIBBLE_CACHE_LIMIT", "32GiB"
+KEEP_S = 24 * 3600.0
+"""What was used a day ago may be read again by a process that still runs."""
+CACHES = {FOLDER: 1, "inductor": 2, "triton": 1, "kernels": 1, "humming": 1, "rehearsed": 1}
+"""Folders of compiled code in the cache folder, and how deep their entries lie."""
 PACKAGES = ("torch", "transformers", "triton")
 COMPILING = (
     "models/*.py",
@@ -52,6 +59,32 @@ def use_cache_folder() -> None:
         os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
+
+
+def limit_cache_folder() -> None:
+    """Delete compiled code that was not used for the longest time, where there is more than $NIBBLE_CACHE_LIMIT."""
+    folder = cache_folder()
+    try:
+        limit = parse_bytes(os.environ.get(LIMIT_VARIABLE) or LIMIT)
+        entries = [path for cache, depth in CACHES.items() for path in folder.glob(cache + "/*" * depth)]
+        # Two that start at the same time would count what the other deletes.
+        with files.exclusive_lock(folder):
+            files.remove_unused(entries, limit, KEEP_S)
+    except (OSError, ConfigError) as error:
+        log.info("the cache folder is not limited: %s", error)
+
+
+def warm_compiler() -> None:
+    """Import torch's compiler, and begin to start the processes in which it compiles kernels, which takes seconds.
+
+    What it compiles before they are ready it compiles in this one, kernel after kernel.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor import async_compile
+
+    # A version of torch may start them by itself.
+    if start := getattr(async_compile, "maybe_warm_pool", None):
+        start()
 
 
 def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:

@@ -38,6 +38,7 @@ from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import Quantization
 from nibble.models.routers import serve_routers
+from nibble.models.shared_experts import join_shared_experts
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 PACKED_FOR = 8
@@ -444,16 +445,17 @@ def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
     is_packed = bool(quantized_layers(model))
     if not next(model.parameters()).is_cuda:
         if is_packed:
-            merge_linears(model, tune=False, packed_only=True)
+            merge_linears(model, packed_only=True)
         pack_linears(model)
         pack_experts(model)
         return
     if deterministic:
-        merge_linears(model, tune=False)
+        merge_linears(model)
     else:
         merge_and_tune_linears(model)
         serve_experts(model)
         serve_routers(model)
+        join_shared_experts(model)
     if is_packed:
         prepare_quantized(model)
 
@@ -463,10 +465,25 @@ def merge_and_tune_linears(model: Any) -> None:
 
     The output layer stays as it is: libraries read a weight that large at full speed.
     """
-    merge_linears(model, tune=True)
+    merge_linears(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
+    merged = {
+        id(module.product): module.product for module in model.modules() if isinstance(module, MergedLinear)
+    }
+    products = [product for product in merged.values() if type(product.layer) is nn.Linear]
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not output
+    ]
+    linear.compile_ahead(
+        [*(p.layer.weight for p in products), *(layer.weight for _, layer in layers), *_narrow_weights(model)]
+    )
+    for product in products:
+        if linear.serves(product.layer.weight):
+            product.layer = LargeLinear(product.layer)
+    for name, module in layers:
+        if linear.serves(module.weight):
             model.set_submodule(name, LargeLinear(module))
     # Trials take memory, which the cache has later.
     narrow_weights(model)
@@ -477,16 +494,18 @@ def narrow_weights(model: nn.Module) -> list[Tensor]:
 
     Each shape takes a trial, the first time.
     """
-    weights = [x for x in model.parameters() if x.dim() == 2 and len(x) <= linear.NARROW]
-    return [weight for weight in weights if linear.serves(weight)]
+    return [weight for weight in _narrow_weights(model) if linear.serves(weight)]
 
 
-def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:
+def _narrow_weights(model: nn.Module) -> list[Tensor]:
+    return [x for x in model.parameters() if x.dim() == 2 and len(x) <= linear.NARROW]
+
+
+def merge_linears(model: Any, *, packed_only: bool = False) -> int:
     """Merge linear layers of `model` that read the same input, in place; return the number of layers merged.
 
     Args:
         model: the model.
-        tune: whether kernels/linear computes few rows where that is faster, in another order than many.
         packed_only: leave plain layers as they are.
     """
     count = 0
@@ -494,7 +513,7 @@ def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:
         layers = [model.get_submodule(name) for name in names]
         is_packed = isinstance(layers[0], QuantizedLinear)
         if (is_packed or not packed_only) and _can_merge_layers(layers):
-            _merge_layers(model, names, tune=tune)
+            _merge_layers(model, names)
             count += len(names)
     return count
 
@@ -534,17 +553,17 @@ def _can_merge_layers(modules: Sequence[Any]) -> bool:
     return len(kinds) == 1
 
 
-def _merge_layers(model: Any, names: Sequence[str], *, tune: bool) -> None:
+def _merge_layers(model: Any, names: Sequence[str]) -> None:
     layers: list[Any] = [model.get_submodule(name) for name in names]
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    product, start = _Product(_merged(layers, bias, tune=tune), len(layers)), 0
+    product, start = _Product(_merged(layers, bias), len(layers)), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
         model.set_submodule(name, MergedLinear(product, start, stop))
         start = stop
 
 
-def _merged(layers: Sequence[Any], bias: Tensor | None, *, tune: bool) -> nn.Module:
+def _merged(layers: Sequence[Any], bias: Tensor | None) -> nn.Module:
     """Return one layer with the rows of all."""
     if isinstance(layers[0], QuantizedLinear):
         return QuantizedLinear(merged([layer.matrix for layer in layers]), bias)
@@ -553,4 +572,4 @@ def _merged(layers: Sequence[Any], bias: Tensor | None, *, tune: bool) -> nn.Mod
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
-    return LargeLinear(layer) if tune and linear.serves(weight) else layer
+    return layer

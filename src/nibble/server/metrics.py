@@ -333,6 +333,11 @@ FIDELITY_COUNTERS = (
 )
 """Present only with --watch-fidelity, as the gauges are."""
 FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
+FIDELITY_UNCOVERED = Row(
+    "kv_fidelity_uncovered_layers",
+    "fidelity_uncovered_layers",
+    "Layers with a recurrent state, which the watch compares with nothing.",
+)
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
     "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
@@ -388,7 +393,7 @@ class EngineCollector(Collector):
             yield self._family(CounterMetricFamily, name, doc, samples, "drafter", "position")
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        rows = (row for row in (*GAUGES, FIDELITY_ALERT) if row.key in stats)
+        rows = (row for row in (*GAUGES, FIDELITY_ALERT, FIDELITY_UNCOVERED) if row.key in stats)
         for name, group in groupby(rows, key=attrgetter("name")):
             first, *more = group
             samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
@@ -503,6 +508,8 @@ def _states(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, A
     return {
         "format": budget["format"],
         "bytes_per_slot": budget["bytes_per_slot"],
+        # With a fidelity watch, which looks at layers that attend.
+        "unwatched_layers": int(stats.get("fidelity_uncovered_layers", 0)),
         **_snapshot_counts(stats, "states", "slots"),
     }
 

@@ -1,4 +1,4 @@
-"""A toy backend that can be recorded, since its DECODE reads lengths from the device only; and two that cannot."""
+"""A toy backend that can be recorded, since steps without prompts read lengths from the device; and two that cannot."""
 
 from __future__ import annotations
 
@@ -10,26 +10,35 @@ from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
 from nibble.cache.pool import KVView, PagedPool
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import Phase
 
 
 class Masked(AttentionBackend):
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
-        if batch.phase is not Phase.DECODE:
+        if not batch.phase.decodes:
             return TorchRef().attend(q_THD, view, batch, params)
-        k_BLHD, v_BLHD = (
+        k_TLHD, v_TLHD = (
             view.streams[name]
-            .gather_reference(batch.page_table_BN)
+            .gather_reference(batch.page_table_TN)
             .repeat_interleave(q_THD.shape[1] // view.streams["k"].stream.heads, 2)
             for name in "kv"
         )
-        seen_BL = torch.arange(k_BLHD.shape[1]) < self.lengths(batch)[:, None]
-        scores_BHL = torch.einsum("bhd,blhd->bhl", q_THD.float(), k_BLHD) * params.scale
-        weights_BHL = scores_BHL.masked_fill(~seen_BL[:, None], float("-inf")).softmax(-1).nan_to_num()
-        v_BLHD = v_BLHD.masked_fill(~seen_BL[:, :, None, None], 0.0)
-        return torch.einsum("bhl,blhd->bhd", weights_BHL, v_BLHD).to(q_THD.dtype)
+        seen_TL = torch.arange(k_TLHD.shape[1]) < self.seen(batch)[:, None]
+        scores_THL = torch.einsum("thd,tlhd->thl", q_THD.float(), k_TLHD) * params.scale
+        weights_THL = scores_THL.masked_fill(~seen_TL[:, None], float("-inf")).softmax(-1).nan_to_num()
+        v_TLHD = v_TLHD.masked_fill(~seen_TL[:, :, None, None], 0.0)
+        return torch.einsum("thl,tlhd->thd", weights_THL, v_TLHD).to(q_THD.dtype)
+
+    def seen(self, batch: AttentionBatch) -> Tensor:
+        """Return the tokens that each row sees."""
+        total, lens_B = batch.stop - batch.start, self.lengths(batch)
+        if len(batch.query_lens) == total:
+            return lens_B
+        # The last row of a request is its last token.
+        shift_B = lens_B - batch.cu_seqlens_q_B1[1:]
+        shift_T = shift_B.repeat_interleave(batch.cu_seqlens_q_B1.diff(), 0, output_size=total)
+        return torch.arange(1, total + 1) + shift_T
 
     def lengths(self, batch: AttentionBatch) -> Tensor:
         return batch.seq_lens_B
@@ -55,6 +64,7 @@ def info(adapter: type[Masked]) -> BackendInfo:
         summary="dense attention under a mask of lengths",
         adapter=adapter,
         graphs=True,
+        verify_graphs=True,
         support=(
             Support(
                 phase=ALL, kind={"mha"}, format=None, packing={"hnd"},

@@ -14,7 +14,7 @@ from torch import Tensor
 from nibble.config import SamplingParams
 from nibble.drafts import SpeculativeSpec
 from nibble.engine.drafters.base import DraftTask
-from nibble.engine.drafters.lookup import NGRAM, Lookup
+from nibble.engine.drafters.lookup import NGRAM, Lookup, NgramIndex
 from nibble.engine.request import Logprob, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.speculative import DraftLength, Speculation, accepted_run
@@ -172,22 +172,32 @@ def test_drafts_grow_while_all_are_accepted_and_pause_when_none_is() -> None:
     assert pauses[0] == 4 and pauses[1] == 8 and pauses[-1] == 64
 
 
-def test_who_has_nothing_to_say_is_asked_less_where_that_has_a_price() -> None:
-    """On a GPU a step waits for the last one wherever somebody may draft after it."""
+def test_lookup_knows_when_no_token_can_match() -> None:
+    """Whatever token comes next: else a step on a GPU would wait for it in vain."""
+    dice, drafter, foreseen = random.Random(4), Lookup(), 0
+    request = Request("r", [dice.randrange(6) for _ in range(20)])
+    for _ in range(200):
+        may_propose = drafter.may_propose(request)
+        assert may_propose == any(propose([*request.token_ids, token]) for token in range(6))
+        foreseen += not may_propose
+        request.token_ids.append(dice.randrange(6))
+    assert foreseen > 10 and not Lookup().may_propose(Request("r", [1]))
 
-    def wanted(overlaps: bool) -> list[int]:
-        request = Request("a", [*range(40)])
-        speculation = Speculation("lookup", Lookup(), 4, True, 64, 999, overlaps)
-        asked = []
-        for token in range(100, 160):
-            if speculation.wants(request):
-                asked.append(token)
-            request.token_ids.append(token)
-            speculation.propose([request], lambda request: 4)
-        return asked
 
-    assert len(wanted(overlaps=False)) == 60
-    assert len(wanted(overlaps=True)) < 20
+def test_lookup_looks_at_few_tokens_of_a_text_that_repeats_itself() -> None:
+    """A long match ends the search of 16 places, each of which would match as long."""
+
+    class Counting(list[int]):
+        reads = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            Counting.reads += 1
+            return super().__getitem__(key)
+
+    index, tokens = NgramIndex(), [1, 2, 3, 4] * 200
+    index.extend(tokens)
+    found = index.match(Counting(tokens))
+    assert found[1] == 32 and Counting.reads < 120
 
 
 def test_what_cannot_be_accepted_is_not_proposed() -> None:

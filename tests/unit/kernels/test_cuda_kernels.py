@@ -37,7 +37,8 @@ def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int =
     key, _, value = name.partition(":")
     k, v = FORMATS[key], FORMATS[value or key]
     warps = warps_of_block(k, v, dim, columns, SHARED[arch])
-    return Variant(dim, k, v, columns, tokens_of_tile(k), warps, page, bf16=True, softcap=columns > 8)
+    tile = tokens_of_tile(k, columns)
+    return Variant(dim, k, v, columns, tile, warps, page, bf16=True, softcap=columns == 16)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_compiles_for_every_gpu(arch: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({name for row in ROWS for name in row.format or ()}))
-@pytest.mark.parametrize(("dim", "page", "columns"), [(64, 16, 8), (256, 128, 16)])
+@pytest.mark.parametrize(("dim", "page", "columns"), [(64, 16, 8), (256, 128, 16), (128, 64, 32)])
 def test_compiles_for_every_format(name: str, dim: int, page: int, columns: int) -> None:
     assert compiling.cubin(SOURCE, 90, variant(name, 90, dim, page, columns).macros)
 
@@ -60,7 +61,12 @@ def test_compiles_for_every_format(name: str, dim: int, page: int, columns: int)
 @pytest.mark.parametrize("what", ["lse", "join"])
 @pytest.mark.parametrize(
     ("name", "arch", "dim", "columns"),
-    [("nvfp4", 90, 128, 8), ("fp8_e4m3", 80, 256, 16), ("bf16", 120, 64, 16)],
+    [
+        ("nvfp4", 90, 128, 8),
+        ("nvfp4", 89, 128, 32),
+        ("fp8_e4m3", 80, 256, 16),
+        ("bf16", 120, 64, 16),
+    ],
 )
 def test_compiles_for_attention_over_two_sources(
     what: str, name: str, arch: int, dim: int, columns: int
@@ -74,7 +80,7 @@ def test_compiles_for_attention_over_two_sources(
 @pytest.mark.parametrize("dim", decode.HEAD_DIMS)
 def test_a_block_fits(arch: int, dim: int) -> None:
     for name in FORMATS:
-        for columns in (8, 16):
+        for columns in [width for width in decode.WIDTHS if width <= decode.most_columns(dim)]:
             chosen = variant(name, arch, dim, columns=columns)
             assert chosen.shared_bytes(MAX_BATCH) + RESERVED <= SHARED[arch], f"{name} on SM{arch}"
 
@@ -180,10 +186,12 @@ def test_products_with_packed_experts_compile(format: WeightFormat, arch: int) -
             assert experts.resident_blocks(SHARED[90], shared, tile) >= 3, "processors would wait for memory"
 
 
-@pytest.mark.parametrize(("experts_", "inputs"), [(128, 2048), (32, 2880), (256, 2048), (8, 4096)])
+@pytest.mark.parametrize(
+    ("experts_", "inputs"), [(128, 2048), (32, 2880), (256, 2048), (8, 4096), (513, 2048), (1024, 7168)]
+)
 def test_routers_compile(experts_: int, inputs: int) -> None:
-    shape = router.shape_of(experts_, inputs)
-    assert shape
+    shape = router.shape_of(experts_, inputs) or router.choice_shape(experts_)
+    assert shape.tiles * shape.cluster * 16 >= experts_
     assert compiling.cubin(router.SOURCE, 90, router.macros(shape)).startswith(compiling.ELF)
 
 

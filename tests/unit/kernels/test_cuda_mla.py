@@ -40,7 +40,8 @@ runs = pytest.mark.skipif(
 @pytest.mark.parametrize("name", LATENTS)
 def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
-    assert twin.compile_latent(LATENTS[name]).startswith(compiling.ELF)
+    code = twin.compile_latent(LATENTS[name])
+    assert isinstance(code, bytes) and code.startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize("name", LATENTS)

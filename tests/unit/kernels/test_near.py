@@ -75,6 +75,39 @@ def test_it_is_the_definition(
 
 
 @pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page", "counts"),
+    [
+        (4, 1, 32, 16, (4, 4, 4, 4, 4, 4)),
+        (6, 2, 64, 64, (3, 8, 1, 2, 5, 1)),
+        (40, 2, 80, 16, (8, 8, 8, 8, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize("window", [3, 100])
+def test_a_few_queries_of_each_request(
+    heads: int, kv_heads: int, dim: int, page: int, counts: tuple[int, ...], window: int
+) -> None:
+    """Some requests have fewer tokens than queries, and one has none: those rows are padding."""
+    random = torch.Generator().manual_seed(7)
+    k, v = pages(kv_heads, dim, page, 1), pages(kv_heads, dim, page, 2)
+    table = torch.stack([torch.randperm(63, generator=random)[: -(-256 // page)] + 1 for _ in LENS])
+    for row, length, count in zip(table, LENS, counts, strict=True):
+        row[: max(length - count - window + 1, 0) // page] = 0
+        row[-(-length // page) :] = 0
+    q = torch.randn(sum(counts), heads, dim, generator=random).to(DEVICE, DTYPE)
+    batch = AttentionBatch.from_lens(Phase.VERIFY, 0, counts, LENS, table.int().to(DEVICE))
+    params = AttentionParams(dim**-0.5, window, None, torch.randn(heads, generator=random).to(DEVICE))
+    mean = torch.randn(kv_heads, dim, generator=random).to(DEVICE)
+    expected = naive.near_attention(q, k, v, batch, params, mean)
+    found = fast.near_attention(q, k, v, batch, params, mean)
+    pairs = zip(LENS, counts, strict=True)
+    seen = torch.tensor([length - count + i >= 0 for length, count in pairs for i in range(count)])
+    assert (~seen).sum() > 0 and (found.values_THD[~seen] == 0).all()
+    assert found.lse_HT[:, ~seen].isneginf().all()
+    assert (found.values_THD - expected.values_THD)[seen].abs().max() < TOLERANCE
+    assert (found.lse_HT - expected.lse_HT)[:, seen].abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim"), [(5, 6, 2, 80), (70, 8, 8, 64), (1, 4, 1, 32)]
 )
 def test_log_sum_exps_without_the_mean(tokens: int, heads: int, kv_heads: int, dim: int) -> None:

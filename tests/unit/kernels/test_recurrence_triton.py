@@ -20,7 +20,16 @@ import exact_interpreter
 import nibble
 from nibble.kernels import GPU
 from nibble.kernels import recurrence as op
-from nibble.kernels.recurrence import LayerState, StateBatch, StateMetadata, conv, copies, decode, mamba
+from nibble.kernels.recurrence import (
+    LayerState,
+    StateBatch,
+    StateMetadata,
+    conv,
+    copies,
+    decode,
+    mamba,
+    types,
+)
 from nibble.kernels.recurrence import triton as any_cut
 from nibble.kernels.state_formats import BLOCK, FORMATS
 
@@ -316,7 +325,7 @@ def test_steps_of_decodes_have_kernels_of_their_own() -> None:
     rows = rows_of(CASES["delta"], tokens=1)
     q, k, v, decay, beta = rows
     batch = metadata(StateBatch((0,), (3,), (1,), (0,), (1,)))
-    choose = functools.partial(op._matrix_rule, q, k, v, decay, beta, CASES["delta"].state())
+    choose = functools.partial(op._matrix_rule, (q, k, v, decay, beta), CASES["delta"].state())
     assert choose(batch) is decode
     for other in (
         dataclasses.replace(batch, invariant=True),
@@ -325,6 +334,41 @@ def test_steps_of_decodes_have_kernels_of_their_own() -> None:
         dataclasses.replace(batch, settled_B=batch.starts_B),
     ):
         assert choose(other) is any_cut
+
+
+@cases("delta, shared keys", "delta, column decay", "decay, no beta", "convolution")
+def test_decodes_beside_prompts_are_computed_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same slots and answers as by the definition, and in a step that is cut as the host knows it."""
+    monkeypatch.setattr(op, "_has_kernels", lambda batch, x: isinstance(batch, StateMetadata))
+    monkeypatch.setattr(types, "MIN_ONES", 2)
+    calls: list[int] = []
+    fast = decode.recurrence
+    monkeypatch.setattr(
+        decode, "recurrence", lambda *args, **options: calls.append(len(args[6].slots_B)) or fast(*args, **options)
+    )  # fmt: skip
+    lengths, first = (5, 20, 1, 1, 1), (14, 3, 15, 0, 31)
+    states, rows = [case.state(), case.state()], [rows_of(case, seed=seed) for seed in range(5)]
+    for slot, start in enumerate(first):
+        before = StateBatch((slot,), (0,), (start,), (0,), (start,))
+        for state in states:
+            if start:
+                case.step(tuple(x[:start] for x in rows[slot]), state, before)
+    at = tuple(start // BLOCK * BLOCK for start in first)
+    batch = StateBatch((0, 1, 2, 3, 4), first, lengths, at, lengths)
+    now = [tuple(x[start : start + n] for x in r) for r, start, n in zip(rows, first, lengths, strict=True)]
+    together = tuple(torch.cat(columns) for columns in zip(*now, strict=True))
+    expected = case.step(together, states[0], batch)
+    ones, others = types.ones_behind(lengths)
+    assert (ones, others) == (3, 25)
+    step = dataclasses.replace(metadata(batch), num_ones=ones, num_rows=others)
+    actual = case.step(together, states[1], step)  # type: ignore[arg-type]
+    assert calls == ([] if case.group.rule == "conv" else [3])
+    assert_near(actual, expected, EXACT)
+    for x, y in zip(*map(tensors, states), strict=True):
+        if x.numel():
+            assert error(x[:5].float(), y[:5].float()) < EXACT
+    assert dataclasses.replace(step, invariant=True).parts() is None
+    assert dataclasses.replace(step, num_ones=5, num_rows=0).parts() is None
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,15 @@ def test_it_is_what_families_write(tokens: int, experts: int, top_k: int, is_nor
     assert torch.allclose(logits, x @ weight.T + bias, atol=1e-4)
 
 
+def test_a_shared_expert_is_one_more_choice() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 40, generator=rng), torch.randn(9, 40, generator=rng)
+    logits, weights, chosen = router.route(x, weight, None, 3, is_normalized=True, has_shared=True)
+    _, own_weights, own = router.route(x, weight[:8], None, 3, is_normalized=True)
+    assert logits.shape == (5, 9) and torch.equal(chosen[:, :3], own) and (chosen[:, 3] == 8).all()
+    assert torch.allclose(weights[:, :3], own_weights) and torch.equal(weights[:, 3], logits[:, 8].sigmoid())
+
+
 def test_of_equal_logits_the_first_is_chosen() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 2.0], [0.0, -0.0, 0.0, 0.0, 0.0]])
     weights, experts = naive.choose(logits, 3, True)

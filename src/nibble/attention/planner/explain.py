@@ -17,7 +17,7 @@ from nibble import formats
 from nibble.attention.planner import evidence, state_memory, window_memory
 from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
-from nibble.attention.planner.options import ROUTED, PlanRequest
+from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
@@ -315,7 +315,7 @@ def _near_routes(group: GroupPlan) -> dict[str, Any]:
             "runnable": True,
             "cites": "one launch for all near tokens",
         }
-        routes |= {str(phase): kernel for phase in ROUTED}
+        routes |= {str(route.phase): kernel for route in group.routes}
     return routes
 
 
@@ -323,7 +323,7 @@ def _near_text(group: GroupPlan) -> str:
     """Return who reads near tokens, and in which phases where these differ."""
     names = {str(route.phase): str(route) for route in group.near_routes}
     if group.near_kernel:
-        names |= {str(phase): "the kernel for near tokens" for phase in ROUTED}
+        names |= {str(route.phase): "the kernel for near tokens" for route in group.routes}
     phases: dict[str, list[str]] = {}
     for phase in Phase:
         if name := names.get(str(phase)):

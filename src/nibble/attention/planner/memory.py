@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from nibble import formats
-from nibble.attention.planner import state_memory, window_memory
-from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
+from nibble.attention.planner import state_memory, verify_memory, window_memory
+from nibble.attention.planner.plan import PageSplit, Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
@@ -106,6 +105,8 @@ class MemoryPlan:
     """Most tokens that one step computes."""
     max_decodes: int
     """Most requests that one step decodes."""
+    verify_sizes: tuple[tuple[int, int], ...]
+    """Requests and tokens of a request of recorded steps with drafts, largest first."""
     context: int
     """Tokens of the longest request."""
     table_width: int
@@ -215,16 +216,6 @@ class StepMemory:
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
 
 
-class PageSplit(NamedTuple):
-    """How pages are split between the device and the host."""
-
-    pages: int
-    frames: int
-    """Pages that have room on the device."""
-    host: int
-    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
-
-
 @dataclass(frozen=True)
 class MemoryPlanner:
     """Divides a device's memory for a plan of routes and layouts."""
@@ -260,6 +251,7 @@ class MemoryPlanner:
             limit=limit,
             step_tokens=step.step_tokens,
             max_decodes=step.max_decodes,
+            verify_sizes=self.verify_sizes,
             context=step.context,
             table_width=self.table_width,
             request_tokens=self.spec.max_running * self.request_pages * layout.page_size,
@@ -346,7 +338,8 @@ class MemoryPlanner:
         """What runs the steps on a GPU: libraries, backends' own buffers, recorded decode steps, the error monitor."""
         if self.device.is_cpu:
             return 0
-        graphs = len(self.graph_sizes) * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
+        recorded = len(self.graph_sizes) + len(self.verify_sizes)
+        graphs = recorded * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
         monitor = ERROR_MONITOR_BYTES * self.spec.watches_fidelity
         return LIBRARY_BYTES + self.backend_bytes + monitor + graphs
 
@@ -366,10 +359,21 @@ class MemoryPlanner:
             return ()
         return graph_sizes(self.step.max_decodes)
 
+    @cached_property
+    def verify_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Requests and tokens of a request of the steps with drafts that run over stable buffers."""
+        step = self.step
+        return verify_memory.sizes(
+            self.cache_plan, self.spec, self.device, step.max_decodes, step.step_tokens
+        )
+
     @property
     def logits_bytes(self) -> int:
-        """The buffer into which decode steps of all sizes put their logits."""
-        rows = self.graph_sizes[-1] if self.graph_sizes else 0
+        """The buffer into which steps of all sizes put their logits."""
+        rows = max(
+            (*self.graph_sizes[-1:], *(requests * tokens for requests, tokens in self.verify_sizes)),
+            default=0,
+        )
         return rows * self.model.vocab_size * self.step.value_bytes
 
     @cached_property
@@ -391,6 +395,7 @@ class MemoryPlanner:
         table = self.table_rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
         step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
         buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
+        buffers += max((verify_memory.buffer_bytes(*size) for size in self.verify_sizes), default=0)
         # with graphs the logits are theirs (runtime_bytes)
         buffers += 0 if self.spec.graphs else self.logits_bytes
         return table + step + buffers + (self.host_table_bytes if self.device.is_cpu else 0)

@@ -203,9 +203,8 @@ def _direct(
         hardware: The machine.
     """
     usual = (GATHERED if row.gathers else UNRANKED)[info.origin]
-    route = Route(
-        need.phase, info.name, row, None, info.runnable, info.graphs, place=usual, packings=row.packing
-    )
+    graphs = info.verify_graphs if need.phase is Phase.VERIFY else info.graphs
+    route = Route(need.phase, info.name, row, None, info.runnable, graphs, place=usual, packings=row.packing)
     route = replace(route, source=row.evidence(need))
     places = ranking.places(info.name, staged=False) if ranking and not row.gathers else ()
     if not ranking or not places:
@@ -284,7 +283,7 @@ def _with_time(route: Route, timing: Timing, place: float) -> Route:
 
 def _delays_graphs(request: PlanRequest, route: Route) -> bool:
     """Whether a route keeps decode steps from being recorded, which costs the whole model more than any attention."""
-    recording = route.phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
+    recording = route.phase.decodes and request.spec.graphs and not request.hardware.is_cpu
     return recording and not route.graphs
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nibble import formats
 from nibble.attention.planner.support import Support
@@ -30,7 +31,7 @@ class Route:
     runnable: bool = True
     """Whether this version has an adapter for the backend, or only knows its facts."""
     graphs: bool = False
-    """Whether a CUDA graph may hold it, in DECODE."""
+    """Whether a CUDA graph may hold it, in DECODE and VERIFY."""
     place: float = 0
     """Its place among all that serve the same need; lower is better, and the same for equals (options.py)."""
     for_speed: bool = False
@@ -66,7 +67,8 @@ class Route:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
 
 
-def _of_phase(routes: Iterable[Route], phase: Phase) -> Route | None:
+def of_phase(routes: Iterable[Route], phase: Phase) -> Route | None:
+    """Return the route of a phase, if there is one."""
     return next((route for route in routes if route.phase is phase), None)
 
 
@@ -79,9 +81,9 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
     near_routes: tuple[Route, ...] = ()
-    """Those of the exact window, over pages in the compute dtype; for VERIFY alone where there is `near_kernel`."""
+    """Those of the exact window, over pages in the compute dtype; none where there is `near_kernel`."""
     near_kernel: bool = False
-    """Whether near tokens have a kernel of their own but for VERIFY (kernels/near/__init__.py)."""
+    """Whether near tokens have a kernel of their own (kernels/near/__init__.py)."""
 
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"
@@ -93,7 +95,7 @@ class GroupPlan:
 
     def route(self, phase: Phase) -> Route:
         """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
-        if route := _of_phase(self.routes, phase):
+        if route := of_phase(self.routes, phase):
             return route
         # Only backends that decode could serve VERIFY.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
@@ -108,6 +110,16 @@ class Tier:
     """Tokens of a hot buffer, in whole pages."""
     layout: CacheLayout
     """What the host stores."""
+
+
+class PageSplit(NamedTuple):
+    """How pages are split between the device and the host."""
+
+    pages: int
+    frames: int
+    """Pages that have room on the device."""
+    host: int
+    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +181,7 @@ class Plan:
 
     def near_route(self, layer: int, phase: Phase) -> Route:
         """Return the route of attention layer `layer` over exact pages in `phase`."""
-        route = _of_phase(self._group(layer).near_routes, phase)
+        route = of_phase(self._group(layer).near_routes, phase)
         assert route, f"the plan has no exact window in {phase}"
         return route
 
@@ -210,7 +222,7 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 def cuda_graph_blocker(plan: Plan) -> str | None:
     """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
-        near = _of_phase(group.near_routes, Phase.DECODE)
+        near = of_phase(group.near_routes, Phase.DECODE)
         routes = [group.route(Phase.DECODE), *([near] if near else [])]
         route = next((route for route in routes if not route.graphs), None)
         if route:

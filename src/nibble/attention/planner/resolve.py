@@ -297,7 +297,8 @@ def _packings(request: PlanRequest, choices: Options) -> Iterable[str]:
 def _group(
     request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str, window: int
 ) -> GroupPlan:
-    near = _near_choices(request, part, page, window) if window else {}
+    has_kernel = _near_kernel(request, part, window)
+    near = _near_choices(request, part, page, window) if window and not has_kernel else {}
     routes, near_routes = list[Route](), [near[phase][0] for phase in ROUTED if phase in near]
     for phase in ROUTED:
         route = _pick(choices[part, phase], page, packing)
@@ -308,13 +309,11 @@ def _group(
         verify = _pick(_drafting(request, choices[part, Phase.VERIFY], used), page, packing)
         near_verify = next(_drafting(request, near.get(Phase.VERIFY, ()), used), None)
         # Draft tokens are served with both parts of a window, or not at all.
-        if verify and (near_verify or not window):
+        if verify and (near_verify or not near):
             routes.append(verify)
             near_routes += [near_verify] if near_verify else []
     name = part.scheme.name
-    return GroupPlan(
-        part.group, part.layers, name, tuple(routes), tuple(near_routes), _near_kernel(request, part, window)
-    )
+    return GroupPlan(part.group, part.layers, name, tuple(routes), tuple(near_routes), has_kernel)
 
 
 def _drafting(request: PlanRequest, routes: Iterable[Route], used: Collection[str]) -> Iterator[Route]:
@@ -325,7 +324,7 @@ def _drafting(request: PlanRequest, routes: Iterable[Route], used: Collection[st
 
 
 def _near_kernel(request: PlanRequest, part: SchemeGroup, window: int) -> bool:
-    """Return whether near tokens have a kernel of their own but for VERIFY (kernels/near/__init__.py)."""
+    """Return whether near tokens have a kernel of their own (kernels/near/__init__.py)."""
     triton = request.backends.get("triton")
     is_present = triton is not None and not triton.missing
     return bool(window) and part.group.kind == "mha" and not request.hardware.is_cpu and is_present
@@ -336,7 +335,7 @@ def _near_choices(
 ) -> dict[Phase, tuple[Route, ...]]:
     """Return by phase who could serve the exact window over pages in the compute dtype, best first.
 
-    A phase that no backend is needed for is left out.
+    None where there is a kernel for near tokens, which needs no backend.
     """
     plain = formats.plain(request.dtype).name
     plain_cache = request.config.with_plain_cache(plain)
@@ -350,8 +349,6 @@ def _near_choices(
     subject = SchemeGroup(group, part.layers, schemes.parse(plain), lse=True)
     choices: dict[Phase, tuple[Route, ...]] = {}
     for phase in Phase:
-        if phase in ROUTED and _near_kernel(request, part, window):
-            continue
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
         choices[phase] = tuple(route for route in routes if route.fits(page, STAGED_PACKING))
         if not choices[phase] and _must_serve(request, phase):

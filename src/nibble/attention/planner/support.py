@@ -226,6 +226,8 @@ class BackendInfo:
     """What this machine lacks for it, with the cure; such a backend has no adapter here."""
     graphs: bool = False
     """Whether a CUDA graph may hold its DECODE: it never waits for the device, and reads lengths from there only."""
+    verify_graphs: bool = False
+    """Whether one may hold its VERIFY too, where all requests have as many tokens."""
 
     @property
     def runnable(self) -> bool:

@@ -30,6 +30,9 @@ class Drafter(Protocol):
 
     It learns what became of its drafts from the next task: those that were accepted are part of token_ids then. A
     request that has ended is let go of by everybody, so what is kept about it belongs into a WeakKeyDictionary.
+
+    It may have a method `may_propose(request) -> bool`: whether it may have anything to say once one more token of the
+    request is known. Where none has, steps on a GPU do not wait for that token.
     """
 
     def propose(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:

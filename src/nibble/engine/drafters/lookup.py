@@ -28,23 +28,31 @@ class NgramIndex:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], list[int]] = {}
+        self._starts: set[tuple[int, ...]] = set()
         self._num_indexed = NGRAM
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add the n-grams of new tokens."""
         for place in range(self._num_indexed, len(tokens)):
             self._places.setdefault(tuple(tokens[place - NGRAM : place]), []).append(place)
+            self._starts.add(tuple(tokens[place - NGRAM : place - 1]))
         self._num_indexed = max(self._num_indexed, len(tokens))
+
+    def may_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether there is a token after which the last ones match."""
+        return len(tokens) >= NGRAM and tuple(tokens[1 - NGRAM :]) in self._starts
 
     def match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the place after the longest match of the last tokens, the newest of equals, and its length; 0, 0."""
         best, longest = 0, 0
         for place in reversed(self._places.get(tuple(tokens[-NGRAM:]), ())[-CANDIDATES:]):
-            length = NGRAM
+            length = max(NGRAM, longest + 1)
+            # A slice at a time: only a longer match than the best one is looked at token by token.
+            if length > min(place, LONGEST) or tokens[place - length : place] != tokens[-length:]:
+                continue
             while length < min(place, LONGEST) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
-            if length > longest:
-                best, longest = place, length
+            best, longest = place, length
         return best, longest
 
 
@@ -58,11 +66,19 @@ class Lookup:
         """Return for each task what followed its last tokens before."""
         return [self._propose(task.request, task.limit) for task in tasks]
 
-    def _propose(self, request: Request, limit: int) -> list[int]:
-        tokens, index = request.token_ids, self._indices.get(request)
+    def may_propose(self, request: Request) -> bool:
+        """Return whether the last tokens may match once there is one more."""
+        return self._index(request).may_match(request.token_ids)
+
+    def _index(self, request: Request) -> NgramIndex:
+        index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = NgramIndex()
-        index.extend(tokens)
+        index.extend(request.token_ids)
+        return index
+
+    def _propose(self, request: Request, limit: int) -> list[int]:
+        tokens, index = request.token_ids, self._index(request)
         place, length = index.match(tokens)
         if not length:
             return []

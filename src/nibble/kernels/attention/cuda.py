@@ -17,14 +17,18 @@ from nibble.kernels import GPU, HEAD_DIMS, SM90, cdiv, gpu_of
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
-from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
+from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, code_of
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SOURCE = Path(__file__).with_name("decode.cu")
 FIXED_SOURCE = Path(__file__).with_name("decode_fixed.cu")
 PAGE_SIZES = (16, 32, 64, 128)
-COLUMNS = 16
-"""Most query tokens x query heads of one KV head and request."""
+WIDTHS = (8, 16, 32)
+"""Query tokens x query heads of one KV head and request that variants are compiled for."""
+WIDEST_DIM = 128
+"""The widest heads of which a warp's registers hold the most of these."""
+FIXED_COLUMNS = 16
+"""Most of them over fixed splits."""
 MAX_BATCH = 2048
 MAX_ROWS = 1 << 20
 """Most query rows of a batch, including those that only pad a KV head's columns."""
@@ -44,7 +48,7 @@ class Variant:
     key: Format
     value: Format
     columns: int
-    """Query rows of a KV head: 8 or 16."""
+    """Query rows of a KV head: one of WIDTHS."""
     tokens: int
     """Tokens of a tile."""
     warps: int
@@ -76,26 +80,45 @@ class Variant:
 
     def shared_bytes(self, batch: int) -> int:
         """Return the dynamic shared memory for a batch: tiles and barriers of all warps, and sums of tiles."""
-        return self.warps * tile_bytes(self.key, self.value, self.dim) + 4 * (batch + 1)
+        return self.warps * warp_bytes(self.key, self.value, self.dim, self.columns) + 4 * (batch + 1)
 
 
-def tokens_of_tile(key: Format) -> int:
-    """Return the tokens of a tile: few where values are large, so that short contexts spread more evenly."""
-    return 32 if key.bits == 16 else 64
+def most_columns(dim: int) -> int:
+    """Return the most query rows of a KV head and request that a kernel serves in one reading of the cache."""
+    return WIDTHS[-1] if dim <= WIDEST_DIM else WIDTHS[-2]
 
 
-def tile_bytes(key: Format, value: Format, dim: int) -> int:
-    """Return the shared memory of a warp: a tile of keys and values, and two barriers.
+def columns_of(batch: AttentionBatch, heads: int, kv_heads: int) -> int:
+    """Return the most query rows that a request of a batch has for a KV head."""
+    return max(batch.query_lens) * heads // kv_heads
+
+
+def tokens_of_tile(key: Format, columns: int = 8) -> int:
+    """Return the tokens of a tile: few where values are large, so that short contexts spread more evenly.
+
+    Of many columns too: their scores are in registers.
+    """
+    return 32 if key.bits == 16 or columns > WIDTHS[-2] else 64
+
+
+def warp_bytes(key: Format, value: Format, dim: int, columns: int) -> int:
+    """Return the shared memory of a warp: a tile of keys and values, or what it leaves there, and two barriers.
+
+    Of more columns than registers have room for, queries too.
 
     Args:
         key: The format of keys.
         value: The format of values.
         dim: Values of a head.
+        columns: Query rows of a KV head, one of WIDTHS.
 
     Returns:
         Bytes.
     """
-    return tokens_of_tile(key) * (key.token_bytes(dim) + value.token_bytes(dim)) + 16
+    tile = tokens_of_tile(key, columns) * (key.token_bytes(dim) + value.token_bytes(dim))
+    if columns <= WIDTHS[-2]:
+        return tile + 16
+    return max(tile, columns * (4 * dim + 8)) + 2 * columns * dim + 16
 
 
 def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
@@ -108,13 +131,13 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
         key: The format of keys.
         value: The format of values.
         dim: Values of a head.
-        columns: Query rows of a KV head, 8 or 16.
+        columns: Query rows of a KV head, one of WIDTHS.
         shared: Bytes of shared memory that a block can have.
     """
     # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
     most = 1024 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
-    tile = tile_bytes(key, value, dim)
+    tile = warp_bytes(key, value, dim, columns)
     return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= available), 1)
 
 
@@ -145,14 +168,15 @@ def variant_of(
         lse: The log-sum-exp is stored too.
         join: Attention over other keys is merged into the output.
     """
-    key, value, wide = FORMATS[k_format], FORMATS[v_format], 8 if columns <= 8 else 16
+    key, value = FORMATS[k_format], FORMATS[v_format]
+    wide = next(width for width in WIDTHS if width >= columns)
     warps = warps_of_block(key, value, dim, wide, shared)
-    return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap, lse, join)
+    return Variant(dim, key, value, wide, tokens_of_tile(key, wide), warps, page, bf16, softcap, lse, join)
 
 
 @cache
 def _kernel(variant: Variant, arch: int, device: int) -> Kernel:
-    return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
+    return Kernel(code_of(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
 
 
 class Decode:
@@ -162,7 +186,7 @@ class Decode:
         """Allocate the counters of merges for a CUDA device."""
         self.gpu, self.device = gpu_of(device), device
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
-        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS) * COLUMNS
+        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS) * WIDTHS[-1]
         # The kernel leaves all counters at zero.
         self._counters = torch.zeros(MAX_ROWS + first_round, dtype=torch.int32, device=device)
 
@@ -236,18 +260,18 @@ class Decode:
         lse_TH: Tensor | None = None, join: tuple[Tensor, ...] = (),
     ) -> Tensor:  # fmt: skip
         (_, heads, dim), requests, queries = q_THD.shape, len(batch.seq_lens_B), max(batch.query_lens)
-        columns = queries * heads // k.heads
-        if columns > COLUMNS:
-            raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
-        if requests > MAX_BATCH or requests * k.heads * COLUMNS > MAX_ROWS:
-            raise BackendError(
-                f"a batch of {requests} requests x {k.heads} KV heads is more than the kernel can count"
-            )
+        columns, most = columns_of(batch, heads, k.heads), most_columns(dim)
+        if columns > most:
+            raise BackendError(f"{queries} tokens a request make {columns} query rows; {most} is the most")
         bf16, softcap = q_THD.dtype is torch.bfloat16, params.softcap is not None
         variant = variant_of(
             k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory,
             lse_TH is not None, bool(join),
         )  # fmt: skip
+        if requests > MAX_BATCH or requests * k.heads * variant.columns > MAX_ROWS:
+            raise BackendError(
+                f"a batch of {requests} requests x {k.heads} KV heads is more than the kernel can count"
+            )
         # A null pointer tells the kernel that there is no such argument.
         pointers = (
             q_THD, out_THD, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
@@ -294,9 +318,11 @@ class FixedDecode:
 
     def serves(self, q_THD: Tensor, k: Paged, batch: AttentionBatch, params: AttentionParams) -> bool:
         """Return whether the kernel serves these queries."""
-        columns = max(batch.query_lens) * q_THD.shape[1] // k.heads
+        columns = columns_of(batch, q_THD.shape[1], k.heads)
         is_half = q_THD.dtype in (torch.bfloat16, torch.float16)
-        return is_half and columns <= COLUMNS and len(batch.seq_lens_B) <= MAX_BATCH and not params.softcap
+        return (
+            is_half and columns <= FIXED_COLUMNS and len(batch.seq_lens_B) <= MAX_BATCH and not params.softcap
+        )
 
     def fixed_parts(
         self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
@@ -337,7 +363,7 @@ class FixedDecode:
 
 @cache
 def _fixed_kernel(variant: Variant, size: int, arch: int, device: int) -> Kernel:
-    code = cubin(FIXED_SOURCE, arch, variant.macros | {"SPLIT": size})
+    code = code_of(FIXED_SOURCE, arch, variant.macros | {"SPLIT": size})
     return Kernel(code, "decode_fixed", variant.shared_bytes(MAX_BATCH))
 
 

@@ -4,7 +4,7 @@
 // Compiled at run time, with these macros:
 //   HEAD_DIM                64, 128 or 256
 //   K_FORMAT, V_FORMAT      a Format of decode_formats.cuh
-//   COLUMNS                 8 or 16: query tokens x query heads that a KV head serves at once
+//   COLUMNS                 8, 16 or 32: query tokens x query heads that a KV head serves at once
 //   TILE                    tokens of a tile, 32 or 64
 //   WARPS                   warps of a block
 //   Q_BF16                  1: queries and output are bfloat16; 0: float16
@@ -45,9 +45,10 @@
 
 static_assert(!(LSE && JOIN), "what is merged already is not a part");
 constexpr int THREADS = 32 * WARPS;
-// Of shared memory: a tile of keys and one of values.
-constexpr int WARP_BYTES = tile_bytes(KF) + tile_bytes(VF);
-static_assert(WARP_BYTES >= PARTIAL_BYTES, "a warp leaves its partial result where its tile was");
+// Of shared memory: a tile of keys and one of values, and queries where there are too many for registers. A warp leaves
+// its partial result where its tiles were.
+constexpr int TILE_BYTES = larger(tile_bytes(KF) + tile_bytes(VF), PARTIAL_BYTES);
+constexpr int WARP_BYTES = TILE_BYTES + Queries::BYTES;
 // Partial results of more blocks than these are merged in two rounds: of each eight blocks, and then of the
 // eights.
 constexpr int MERGE_BLOCKS = 8;
@@ -160,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     copy_values();
 
     const LaneBase keys = key_base(key_tile, g, c), values = value_base(value_tile, g, c);
-    u32 q[COLUMN_GROUPS][STEPS][2], parity = 0;
+    Queries q(key_tile + TILE_BYTES, lane);
+    u32 parity = 0;
     Accumulator acc;
     // Each turn is a (request, head), or what the warp has of it.
     for (int position = warp_begin; position < warp_end; current.advance_head(batch, batch_size)) {
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int column = 8 * n + g;
         const u64 query_head =
             (u64)(first_row + column / group_size) * kv_heads * group_size + current.head * group_size;
-        load_queries(q[n], q_ptr + (query_head + column % group_size) * D, column < columns, c);
+        load_queries(q, n, q_ptr + (query_head + column % group_size) * D, column < columns, c);
         for (int e = 0; e < 2; e++) limit[n][e] = seen_by_first + (8 * n + 2 * c + e) / group_size;
       }
       acc.clear();

@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   copy_values();
 
   const LaneBase keys = key_base(key_tile, g, c), values = value_base(value_tile, g, c);
-  u32 q[COLUMN_GROUPS][STEPS][2], parity = 0;
+  Queries q(nullptr, lane);  // in registers
+  u32 parity = 0;
   Accumulator acc;
   for (; has_unit; has_unit = unit.find(batch, batch_size, number += stride)) {
     // --- load queries
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int n = 0; n < COLUMN_GROUPS; n++) {
       const int column = 8 * n + g;
       const u64 query_head = first_head + column / group_size * kv_heads * group_size + column % group_size;
-      load_queries(q[n], q_ptr + query_head * D, column < columns, c);
+      load_queries(q, n, q_ptr + query_head * D, column < columns, c);
       for (int e = 0; e < 2; e++) limit[n][e] = seen_by_first + (8 * n + 2 * c + e) / group_size;
     }
     acc.clear();

@@ -13,6 +13,7 @@ static_assert((KF == BF16) == (VF == BF16), "bfloat16 goes with bfloat16: the tw
 
 // ---- sizes --------------------------------------------------------------------------------------------
 CONSTANT int smaller(int a, int b) { return a < b ? a : b; }
+CONSTANT int larger(int a, int b) { return a < b ? b : a; }
 
 CONSTANT bool has_e8m0_scales(Format f) { return f == MXFP4 || f == FP4_MX16; }
 

@@ -84,7 +84,37 @@ DEVICE void decode_key_word(const KeyRow& row, int word, u32* pairs) {
   }
 }
 
-DEVICE void accumulate_scores(float (*scores)[4], LaneBase base, int first_token, const u32 (*q)[STEPS][2]) {
+// Operand B of the scores, a lane's part of it: in registers, or, of more than 16 columns, in shared memory of the warp.
+// Each lane reads what it wrote itself.
+struct Queries {
+  static constexpr bool IN_REGISTERS = COLUMNS <= 16;
+  static constexpr int BYTES = IN_REGISTERS ? 0 : COLUMNS * D * 2;
+  u32 pairs[IN_REGISTERS ? COLUMN_GROUPS : 1][IN_REGISTERS ? STEPS : 1][2];
+  uint2* own;
+
+  DEVICE Queries(u8* shared, int lane) : own((uint2*)shared + lane) {}
+
+  DEVICE void store(int n, int s, u32 x, u32 y) {
+    if constexpr (IN_REGISTERS) {
+      pairs[n][s][0] = x;
+      pairs[n][s][1] = y;
+    } else {
+      own[(n * STEPS + s) * 32] = make_uint2(x, y);
+    }
+  }
+
+  DEVICE uint2 load(int n, int s) const {
+    if constexpr (IN_REGISTERS) return make_uint2(pairs[n][s][0], pairs[n][s][1]);
+    return own[(n * STEPS + s) * 32];
+  }
+};
+
+DEVICE void mma_scores(float* scores, u32 a0, u32 a1, u32 a2, u32 a3, const Queries& q, int n, int s) {
+  const uint2 b = q.load(n, s);
+  mma(scores, a0, a1, a2, a3, b.x, b.y);
+}
+
+DEVICE void accumulate_scores(float (*scores)[4], LaneBase base, int first_token, const Queries& q) {
   KeyRow a, b;  // rows g and g + 8 of the fragment
   load_key(a, base, first_token);
   load_key(b, base, first_token + 8);
@@ -96,19 +126,18 @@ DEVICE void accumulate_scores(float (*scores)[4], LaneBase base, int first_token
       decode_key_word(b, w, y);
 #pragma unroll
       for (int n = 0; n < COLUMN_GROUPS; n++) {
-        mma(scores[n], x[0], y[0], x[1], y[1], q[n][2 * w][0], q[n][2 * w][1]);
-        mma(scores[n], x[2], y[2], x[3], y[3], q[n][2 * w + 1][0], q[n][2 * w + 1][1]);
+        mma_scores(scores[n], x[0], y[0], x[1], y[1], q, n, 2 * w);
+        mma_scores(scores[n], x[2], y[2], x[3], y[3], q, n, 2 * w + 1);
       }
     } else if (bits(KF) == 8) {
       u32 x0 = decode_fp8_low<KF>(a.words[w]), x1 = decode_fp8_high<KF>(a.words[w]);
       u32 y0 = decode_fp8_low<KF>(b.words[w]), y1 = decode_fp8_high<KF>(b.words[w]);
 #pragma unroll
-      for (int n = 0; n < COLUMN_GROUPS; n++) mma(scores[n], x0, y0, x1, y1, q[n][w][0], q[n][w][1]);
+      for (int n = 0; n < COLUMN_GROUPS; n++) mma_scores(scores[n], x0, y0, x1, y1, q, n, w);
     } else if (w % 2 == 0) {
 #pragma unroll
       for (int n = 0; n < COLUMN_GROUPS; n++) {
-        mma(scores[n], a.words[w], b.words[w], a.words[w + 1], b.words[w + 1], q[n][w / 2][0],
-            q[n][w / 2][1]);
+        mma_scores(scores[n], a.words[w], b.words[w], a.words[w + 1], b.words[w + 1], q, n, w / 2);
       }
     }
   }
@@ -116,7 +145,7 @@ DEVICE void accumulate_scores(float (*scores)[4], LaneBase base, int first_token
 
 // The queries of one column, as operand B. They are loaded in the order of the lane's dims, 16 bytes at a
 // time, and then distributed over steps. Columns that do not exist are zeros.
-DEVICE void load_queries(u32 (*q)[2], const u16* from, bool exists, int c) {
+DEVICE void load_queries(Queries& q, int n, const u16* from, bool exists, int c) {
   u32 pairs[D / 8];
 #pragma unroll
   for (int j = 0; j < D / 4 / chunk_dims(KF); j++) {
@@ -128,13 +157,15 @@ DEVICE void load_queries(u32 (*q)[2], const u16* from, bool exists, int c) {
   }
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
+    u32 operand[2];
 #pragma unroll
     for (int u = 0; u < 2; u++) {
       int dim0 = operand_dim(KF, 0, s, u, 0), dim1 = operand_dim(KF, 0, s, u, 1);
       int i0 = dim0 / (4 * chunk_dims(KF)) * chunk_dims(KF) + dim0 % chunk_dims(KF);
       int i1 = dim1 / (4 * chunk_dims(KF)) * chunk_dims(KF) + dim1 % chunk_dims(KF);
-      q[s][u] = pack_queries(query_value(pairs[i0 / 2], i0 % 2), query_value(pairs[i1 / 2], i1 % 2));
+      operand[u] = pack_queries(query_value(pairs[i0 / 2], i0 % 2), query_value(pairs[i1 / 2], i1 % 2));
     }
+    q.store(n, s, operand[0], operand[1]);
   }
 }
 

@@ -159,7 +159,7 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
     if first and second and _is_few(x, experts, up) and cuda.serves(x, experts, first, up_bias):
-        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, next_matrices=second)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate)
         if cuda.serves(y_SN, experts, second, down_bias):
             if cuda.combines(experts, x):
                 return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)

@@ -115,8 +115,6 @@ class Tile:
     """Of a processor, at most."""
     stages: int = 2
     """Steps that are copied at a time."""
-    prefetches: bool = False
-    """Whether codes of the next product are brought to the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +193,15 @@ def macros(use: Use) -> dict[str, int]:
 
 @cache
 def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(SOURCE, arch, dict(settings)), SOURCE.stem, shared)
+    return Kernel(code_of(SOURCE, arch, dict(settings)), SOURCE.stem, shared)
 
 
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    next_matrices: PackedExperts | None = None, tile: Tile | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -216,13 +214,12 @@ def few_product(
         places_S: Int64: it receives which row of the result each choice has.
         gate: What becomes of outputs, if anything.
         weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
-        next_matrices: What the next product multiplies with.
         tile: Another tile than the fastest.
 
     Raises:
         BackendError: The driver refuses the launch.
     """
-    from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER
+    from nibble.kernels.nvrtc import FLOAT, INT, POINTER
 
     (tokens, top_k), (experts, outputs, inputs) = experts_TK.shape, matrices.shape
     choices, gpu = tokens * top_k, gpu_of(x.device)
@@ -240,21 +237,19 @@ def few_product(
     is_one = tokens == 1 and (is_combined or not is_each)
     kind, summed = gate.kind if gate else "", top_k if is_combined else 0
     use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed)
-    following = next_matrices if tile.prefetches and tokens == 1 else None
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
     tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S, following.codes if following else None)  # fmt: skip
+               out_SN, places_S)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
     sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
              int(is_each), int(is_early), int(is_float32))  # fmt: skip
     values = (
         *pointers,
-        following.codes[0].nbytes if following else 0,
         *sizes,
         *((gate.limit, gate.factor) if gate else (0.0, 1.0)),
     )
-    types = (*(POINTER,) * len(pointers), LONG, *(INT,) * len(sizes), FLOAT, FLOAT)
+    types = (*(POINTER,) * len(pointers), *(INT,) * len(sizes), FLOAT, FLOAT)
     shared = shared_bytes(use, choices, experts)
     blocks = choices * (outputs // tile.rows)
     if not is_combined:

@@ -12,8 +12,7 @@
 //            and summed up, in order
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
-// weights are read while it ends. ahead: codes of each expert that the next kernel will read, which are brought to the
-// L2 cache. From SM80 on, clusters from SM90 on.
+// weights are read while it ends. From SM80 on, clusters from SM90 on.
 //
 // A block finds out who chose what, then takes one tile after another: ROWS outputs of an expert, and its tokens. Its
 // warps share the inputs. A product does not depend on the order of its inputs, if it is the same on both sides: so of
@@ -105,12 +104,6 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
   return choices;
 }
 
-DEVICE void prefetch(const u8* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" :: "l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 #if COMBINE
 #define CLUSTERED __cluster_dims__(COMBINE, 1, 1)
 #else
@@ -119,8 +112,7 @@ DEVICE void prefetch(const u8* from, u32 bytes) {
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
     few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
-        const float* global_scale, const u16* bias, u16* out, long long* places, const u8* ahead, u64 ahead_bytes,
-        int choices, int top_k, int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
+        const float* global_scale, const u16* bias, u16* out, long long* places, int choices, int top_k, int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
         float limit, float factor) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -186,12 +178,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   for (int i = 0; i < STAGES - 1; i++) {
     if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-  if (ahead && threadIdx.x == 0) {
-    for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
-      const u64 all = ahead_bytes / 16, from = all * number_of(tile) / NUMBERS, to = all * (number_of(tile) + 1) / NUMBERS;
-      prefetch(ahead + share_of(tile).expert * ahead_bytes + from * 16, u32(to - from) * 16);
-    }
   }
   if (is_early) wait_for_inputs();
   if (ONE) {

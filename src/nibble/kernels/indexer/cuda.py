@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nibble.kernels import SM90, gpu_of
-from nibble.kernels.nvrtc import INT, POINTER, Kernel, cubin
+from nibble.kernels.nvrtc import INT, POINTER, Kernel, code_of
 from nibble.kernels.types import AttentionBatch
 
 SOURCE = Path(__file__).with_name("topk.cu")
@@ -61,7 +61,7 @@ def cluster_size(rows: int, length: int, processors: int) -> int:
 
 @cache
 def _kernel(cluster: int, threads: int, arch: int, device: int) -> Kernel:
-    return Kernel(cubin(SOURCE, arch, macros(cluster, threads)), "topk", 0)
+    return Kernel(code_of(SOURCE, arch, macros(cluster, threads)), "topk", 0)
 
 
 def macros(cluster: int, threads: int) -> dict[str, str | int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from nibble.files import write_atomic
 from nibble.formats import transforms
 from nibble.hardware import cache_folder
-from nibble.kernels import MMA_ROWS, triton_present
+from nibble.kernels import MMA_ROWS, ahead, triton_present
 
 MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays, unless it is narrow."""
@@ -46,6 +46,29 @@ _is_faster: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
 
 def serves(weight_NK: Tensor) -> bool:
     """Return whether Triton can compute products with this weight, and is right and faster in a trial."""
+    return _may_serve(weight_NK) and _wins(weight_NK)
+
+
+def compile_ahead(weights: Iterable[Tensor]) -> None:
+    """Begin to compile what trials of weights run, at the same time; serves() waits for it."""
+    new = {
+        _key(x): x
+        for x in weights
+        if _may_serve(x) and _key(x) not in _is_faster and not _trial_path(x).exists()
+    }
+    if not new:
+        return
+    with ahead.rehearsal():
+        for weight_NK in new.values():
+            x = weight_NK.new_zeros(MMA_ROWS // 2, weight_NK.shape[1])
+            # What goes wrong shows in the trial.
+            with suppress(Exception):
+                _triton_linear(x, weight_NK, None)
+                _triton_linear(x[:, :FEW_INPUTS], weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS), None)
+
+
+def _may_serve(weight_NK: Tensor) -> bool:
+    """Return whether Triton can compute products with this weight."""
     n, k = weight_NK.shape
     return (
         weight_NK.is_cuda
@@ -54,13 +77,16 @@ def serves(weight_NK: Tensor) -> bool:
         # Whole tiles only: the kernel of large weights has no masks along them.
         and (n <= NARROW or (weight_NK.nbytes >= MIN_BYTES and n % 64 == k % 256 == 0))
         and triton_present()
-        and _wins(weight_NK)
     )
+
+
+def _key(weight_NK: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+    return weight_NK.device, weight_NK.dtype, weight_NK.shape
 
 
 def _wins(weight_NK: Tensor) -> bool:
     """Return the result of a trial, one for each shape and machine."""
-    key = weight_NK.device, weight_NK.dtype, weight_NK.shape
+    key = _key(weight_NK)
     if key not in _is_faster:
         path = _trial_path(weight_NK)
         try:

@@ -8,6 +8,7 @@ Shape suffixes: T query tokens, H query heads, D values of a latent, P pages, S 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from nibble.kernels import SM90, gpu_of
 from nibble.kernels.codecs import CUDA_LATENTS
 from nibble.kernels.codecs.base import HEADS, RANK, ROPE, CudaLatent
-from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, unavailable_reason
+from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, code_of, unavailable_reason
 from nibble.kernels.types import AttentionBatch, Paged, is_aligned
 
 ARCH = "90a"
@@ -29,9 +30,9 @@ ALIGNMENT = 16
 _TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
 
 
-def compile_latent(latent: CudaLatent) -> bytes:
+def compile_latent(latent: CudaLatent) -> bytes | Future[bytes]:
     """Return the machine code of the kernel that reads a format of latents."""
-    return cubin(Path(__file__).with_name(latent.source), ARCH, dict(latent.macros))
+    return code_of(Path(__file__).with_name(latent.source), ARCH, dict(latent.macros))
 
 
 @cache

@@ -1,6 +1,7 @@
 """near: attention over the newest tokens in the compute dtype: in exact pages, or as the model gave them.
 
-Decode steps have a part that is to be merged with that over far tokens; prompts merge it themselves.
+Decode steps and those with drafts have a part that is to be merged with that over far tokens; prompts merge it
+themselves.
 
 without_mean: what makes attention over them comparable with that over far keys less their mean.
 """
@@ -15,7 +16,6 @@ from nibble.kernels import triton_present
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.near import naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import Phase
 
 __all__ = ["near_attention", "near_prompt_attention", "serves", "without_mean"]
 
@@ -28,7 +28,7 @@ def serves(q_THD: Tensor, batch: AttentionBatch, streams: Container[str]) -> boo
         batch: Their requests.
         streams: The names of what is cached.
     """
-    return "v" in streams and q_THD.is_cuda and batch.phase is not Phase.VERIFY and triton_present()
+    return "v" in streams and q_THD.is_cuda and triton_present()
 
 
 def near_attention(
@@ -39,7 +39,7 @@ def near_attention(
     params: AttentionParams,
     k_mean_HD: Tensor | None = None,
 ) -> PartialAttention:
-    """Return attention of a decode step over near tokens, in float32; see naive.py for the arguments."""
+    """Return attention of a step without prompts over near tokens, in float32; see naive.py for the arguments."""
     from nibble.kernels.near import triton as fast
 
     return fast.near_attention(q_THD, k, v, batch, params, k_mean_HD)

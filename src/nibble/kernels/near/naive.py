@@ -27,7 +27,7 @@ def near_attention(
     """Return attention over near tokens, in float32.
 
     Args:
-        q_THD: Queries, one of each request.
+        q_THD: Queries, one of each request, or a few.
         k: Exact pages of the keys.
         v: Exact pages of the values.
         batch: The requests, over exact pages.

@@ -1,9 +1,9 @@
-"""Attention over near tokens in one launch, of decode steps and of prompts, and without_mean, in Triton.
+"""Attention over near tokens in one launch, of decode steps, drafts and prompts, and without_mean, in Triton.
 
 An exact page holds keys and values as the model made them. There are few near tokens, so a program takes all of a
-request's for one KV head. Lengths are read on the device.
+request's for one KV head, and of drafts as many queries as its tile has rows for. Lengths are read on the device.
 
-Shape suffixes: T tokens (one of each request), H query heads, M query heads of a KV head, padded, D values of a head,
+Shape suffixes: T tokens, H query heads, M query heads of a KV head for each query token, padded, D values of a head,
 N keys of a tile, R rows of a tile of without_mean (a token's head each). Names in capitals are constants of a kernel.
 """
 
@@ -27,6 +27,8 @@ SHIFT_VALUES = 4096
 """Values of a tile of without_mean."""
 MANY_PROGRAMS = 4
 """Programs of a processor from which they hide each other's waiting: then each is small."""
+DRAFT_ROWS = 64
+"""Rows of a tile of drafts."""
 PROMPT_ROWS, PROMPT_KEYS, PROMPT_BYTES = 64, 16, 512
 """Rows and keys of a tile of prompts, where a key has at most so many bytes. Few keys, since of a window's first and
 last ones most are hidden."""
@@ -73,22 +75,35 @@ def _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM: tl.constexpr):
 
 @triton.jit
 def near_kernel(
-    q, k, v, table, seq_lens, sinks, k_mean, values, lse, scale, softcap,
+    q, k, v, table, cu_seqlens_q, seq_lens, sinks, k_mean, values, lse, scale, softcap,
     q_stride_T, q_stride_H, k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
     lse_stride_T,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    PAGE: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a request's near tokens. Grid: requests, KV heads."""
+    """Attend over a request's near tokens. Grid: requests, KV heads, tiles of TOKENS queries.
+
+    Without cu_seqlens_q each request has one query.
+    """
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row_M = tl.arange(0, M)
-    head_M = kv_head * GROUP + row_M
-    live_M = row_M < GROUP
+    row_M, stop = tl.arange(0, M), tl.load(seq_lens + request)
+    if cu_seqlens_q is None:
+        at_M, head_M = request + tl.zeros([M], tl.int64), kv_head * GROUP + row_M
+        live_M, end_M, first = row_M < GROUP, stop + tl.zeros([M], tl.int32), stop - WINDOW
+    else:
+        begin, query = tl.load(cu_seqlens_q + request), tl.program_id(2) * TOKENS
+        count = tl.load(cu_seqlens_q + request + 1) - begin
+        token_M, head_M = query + row_M // GROUP, kv_head * GROUP + row_M % GROUP
+        at_M, live_M = (begin + token_M).to(tl.int64), (row_M < TOKENS * GROUP) & (token_M < count)
+        # Each query sees one token more than the one before it.
+        end_M, first = stop - count + token_M + 1, stop - count + query + 1 - WINDOW
+        # A tile behind the last query has nothing to read.
+        stop = tl.where(query < count, stop + tl.minimum(query + TOKENS, count) - count, 0)
+    first = tl.maximum(first, 0)
     k_D, v_D = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
-    q_at = q + request * q_stride_T + head_M[:, None] * q_stride_H + k_D[None, :]
+    q_at = q + (at_M * q_stride_T + head_M * q_stride_H)[:, None] + k_D[None, :]
     q_MD = tl.load(q_at, mask=live_M[:, None] & (k_D < K_DIM)[None, :], other=0.0)
-    stop = tl.load(seq_lens + request)
-    first = tl.maximum(stop - WINDOW, 0)
     # --- softmax over near tokens, tile by tile
     state = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, V_WIDTH], tl.float32)
     for begin in range(first, stop, N):
@@ -100,19 +115,22 @@ def near_kernel(
                           K_DIM, K_WIDTH)  # fmt: skip
         v_ND = _load_tile(v + kv_head * v_stride_H, page_N * v_stride_P + key_N % PAGE * v_stride_S, key_N < stop,
                           V_DIM, V_WIDTH)  # fmt: skip
-        state = _attend_tile(state, q_MD, k_ND, v_ND, (key_N < stop)[None, :], scale, softcap, SOFTCAP)
+        visible_MN = (key_N < stop)[None, :]
+        if cu_seqlens_q is not None:
+            visible_MN = (key_N[None, :] < end_M[:, None]) & (key_N[None, :] >= end_M[:, None] - WINDOW)
+        state = _attend_tile(state, q_MD, k_ND, v_ND, visible_MN, scale, softcap, SOFTCAP)
     if sinks is not None:
         state = _add_sink(state, sinks, head_M, live_M)
     peak_M, total_M, sums_MD = state
-    # --- store; padding has no tokens at all
-    keep_M = live_M & (stop > 0)
+    # --- store; padding sees no tokens at all
+    keep_M = live_M & (end_M > 0)
     total_M = tl.where(keep_M, total_M, 1.0)
     lse_M = peak_M + tl.log(total_M)
     if k_mean is not None:
         lse_M -= _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM)
-    tl.store(lse + request * lse_stride_T + head_M, tl.where(keep_M, lse_M, float("-inf")), mask=live_M)
+    tl.store(lse + at_M * lse_stride_T + head_M, tl.where(keep_M, lse_M, float("-inf")), mask=live_M)
     values_MD = tl.where(keep_M[:, None], sums_MD / total_M[:, None], 0.0)
-    values_at = values + (request * lse_stride_T + head_M)[:, None] * V_DIM + v_D[None, :]
+    values_at = values + (at_M * lse_stride_T + head_M)[:, None] * V_DIM + v_D[None, :]
     tl.store(values_at, values_MD, mask=live_M[:, None] & (v_D < V_DIM)[None, :])
 
 
@@ -126,19 +144,26 @@ def near_attention(
 ) -> PartialAttention:
     """Attend over near tokens in one launch; see naive.py for the arguments."""
     (k_plane,), (v_plane,) = k.planes_PHS, v.planes_PHS
-    requests, heads, _ = q_THD.shape
-    values_THD = torch.empty(requests, heads, v.dim, dtype=torch.float32, device=q_THD.device)
-    lse_TH = torch.empty(requests, heads, dtype=torch.float32, device=q_THD.device)
-    group, table_BN = heads // k.heads, batch.page_table_BN
+    (tokens, heads, _), queries = q_THD.shape, max(batch.query_lens)
+    values_THD = torch.empty(tokens, heads, v.dim, dtype=torch.float32, device=q_THD.device)
+    lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=q_THD.device)
+    group, table_BN, requests = heads // k.heads, batch.page_table_BN, len(batch.query_lens)
     longest = next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize
     keys, warps, stages = decode_tile(longest, requests * k.heads, gpu_of(q_THD.device))
-    near_kernel[requests, k.heads](
-        q_THD, k_plane, v_plane, table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD, lse_TH,
-        params.scale, params.softcap or 0.0,
+    cu_seqlens_q, of_tile = None, 1
+    if queries > 1:
+        cu_seqlens_q, of_tile = (
+            batch.cu_seqlens_q_B1,
+            max(1, min(next_power_of_2(queries), DRAFT_ROWS // group)),
+        )
+        warps, stages = 4, 1
+    near_kernel[requests, k.heads, cdiv(queries, of_tile)](
+        q_THD, k_plane, v_plane, table_BN, cu_seqlens_q, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD,
+        lse_TH, params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], table_BN.stride(0), lse_TH.stride(0),
         WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
-        M=max(MMA_ROWS, next_power_of_2(group)), K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim),
-        N=keys, num_warps=warps, num_stages=stages,
+        TOKENS=of_tile, M=max(MMA_ROWS, next_power_of_2(group * of_tile)), K_WIDTH=next_power_of_2(k.dim),
+        V_WIDTH=next_power_of_2(v.dim), N=keys, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)
 

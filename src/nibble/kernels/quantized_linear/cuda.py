@@ -109,9 +109,9 @@ def shared_bytes(matrix: PackedMatrix) -> int:
 
 @cache
 def _kernel(source: Path, arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(source, arch, dict(settings)), source.stem, shared)
+    return Kernel(code_of(source, arch, dict(settings)), source.stem, shared)
 
 
 def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None) -> Tensor:

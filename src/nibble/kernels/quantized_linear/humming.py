@@ -61,9 +61,10 @@ _kernels: dict[tuple[str, torch.device], Tensor] = {}
 """By layout and device: what the library's launcher chooses a kernel by, int64 [4 * kernels] on the host."""
 _compiling: dict[tuple[KernelKey, torch.device], Future[Tensor]] = {}
 """Kernels that nobody has waited for yet."""
-_pool = ThreadPoolExecutor(4, "nibble-humming")
+KEYS = 4
+_pool = ThreadPoolExecutor(KEYS, "nibble-humming")
 """Each of its threads compiles for a key."""
-WORKERS = 2
+WORKERS = min(max((os.cpu_count() or 1) // KEYS, 2), 4)
 """Kernels of a key that the library compiles at the same time, each in a process that takes 0.4 GiB."""
 _importing = Lock()
 

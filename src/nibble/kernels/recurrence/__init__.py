@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
@@ -41,6 +41,9 @@ from nibble.kernels.recurrence.formats import layer_state
 from nibble.kernels.recurrence.types import LayerState, StateBatch, StateMetadata
 from nibble.kernels.state_formats import BLOCK
 
+if TYPE_CHECKING:
+    from nibble.kernels.recurrence.copies import CopyTable
+
 __all__ = [
     "BLOCK",
     "LayerState",
@@ -48,6 +51,7 @@ __all__ = [
     "StateMetadata",
     "causal_conv",
     "copy_slots",
+    "copy_tables",
     "layer_state",
     "recurrence",
     "selective",
@@ -88,7 +92,14 @@ def causal_conv(
     if _has_kernels(batch, x_TC):
         from nibble.kernels.recurrence import conv
 
-        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        parts = batch.parts()
+        if parts is None:
+            return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, batch)
+        # A program for each tile of the longest prompt, for each request, would mostly find nothing to do.
+        many, ones = parts
+        rows, out_TC = slice(batch.num_rows), x_TC.new_empty(x_TC.shape)
+        conv.causal_conv(x_TC[rows], weight_CW, bias_C, activation, state, many, out=out_TC[rows])
+        return conv.causal_conv(x_TC, weight_CW, bias_C, activation, state, ones, out=out_TC)
     return naive.causal_conv(x_TC, weight_CW, bias_C, activation, state, _on_host(x_TC, batch))
 
 
@@ -142,9 +153,8 @@ def recurrence(
             f"decays {list(log_decay.shape)} do not fit those stored, {list(state.decays.shape)}"
         )
     if _has_kernels(batch, v_THV):
-        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-        o_THV: Tensor = _matrix_rule(*inputs).recurrence(*inputs, delta=delta)
-        return o_THV
+        inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH)
+        return _by_kernels(inputs, state, batch, delta=delta)
     host = _on_host(v_THV, batch)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
 
@@ -191,40 +201,71 @@ def selective(
     return naive.selective(x_TC, dt_TC, A_CK, B_TK, C_TK, state, _on_host(x_TC, batch))
 
 
-def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
+def copy_slots(
+    layers: Sequence[LayerState],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tables: Sequence[CopyTable] = (),
+) -> None:
     """Copy whole slots, as they are before any is written.
 
     Args:
         layers: In which layers.
         sources: Slots.
         targets: Slots that get what is in them, one for each.
+        tables: Of these layers, from copy_tables(); none: they are made for this call.
 
     Raises:
         ValueError: There are not as many targets as sources, or a target is there twice.
     """
     if len(sources) != len(targets) or len(set(targets)) < len(targets):
         raise ValueError(f"slots {list(sources)} cannot be copied to {list(targets)}: one target for each")
-    if sources and layers and layers[0].inputs_SPC.is_cuda and triton_present():
+    if sources and _are_copied_by_kernels(layers):
         from nibble.kernels.recurrence import copies
 
-        copies.copy_slots(layers, sources, targets)
+        copies.copy_slots(layers, sources, targets, tables)
     else:
         naive.copy_slots(layers, sources, targets)
+
+
+def copy_tables(layers: Sequence[LayerState]) -> Sequence[CopyTable]:
+    """Return what copy_slots() needs to know of layers, which stays the same; nothing where no kernel copies."""
+    if not _are_copied_by_kernels(layers):
+        return ()
+    from nibble.kernels.recurrence import copies
+
+    return copies.tables_of(layers)
+
+
+def _are_copied_by_kernels(layers: Sequence[LayerState]) -> bool:
+    return bool(layers) and layers[0].inputs_SPC.is_cuda and triton_present()
 
 
 def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[StateMetadata]:
     return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
 
 
-def _matrix_rule(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    log_decay: Tensor,
-    beta_TH: Tensor | None,
-    state: LayerState,
-    batch: StateMetadata,
-) -> ModuleType:
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values, log decays and learning rates."""
+
+
+def _by_kernels(inputs: _Inputs, state: LayerState, batch: StateMetadata, *, delta: bool) -> Tensor:
+    """Compute a step: decodes beside prompts by the kernel of decode steps."""
+    parts, v_THV = batch.parts(), inputs[2]
+    if parts is None:
+        o_THV: Tensor = _matrix_rule(inputs, state, batch).recurrence(*inputs, state, batch, delta=delta)
+        return o_THV
+    many, ones = parts
+    rows, o_THV = slice(batch.num_rows), v_THV.new_empty(v_THV.shape)
+    q_TGK, k_TGK, _, log_decay, beta_TH = inputs
+    first = q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay[rows], None if beta_TH is None else beta_TH[rows]
+    _matrix_rule(first, state, many).recurrence(*first, state, many, delta=delta, out=o_THV[rows])
+    # Of these requests, rows are counted from the step's first.
+    _matrix_rule(inputs, state, ones).recurrence(*inputs, state, ones, delta=delta, out=o_THV)
+    return o_THV
+
+
+def _matrix_rule(inputs: _Inputs, state: LayerState, batch: StateMetadata) -> ModuleType:
     """Return the kernels of a step: where results are to be invariant, the same for all steps."""
     from nibble.kernels.recurrence import decode, prompt
     from nibble.kernels.recurrence import triton as any_cut
@@ -233,8 +274,7 @@ def _matrix_rule(
         return any_cut
     if any_cut.is_one_token(batch):
         return decode
-    inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch)
-    return prompt if prompt.serves(*inputs) else any_cut
+    return prompt if prompt.serves(*inputs, state, batch) else any_cut
 
 
 def _on_host(x: Tensor, batch: StateBatch | StateMetadata) -> StateBatch:

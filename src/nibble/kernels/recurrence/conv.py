@@ -83,12 +83,14 @@ def causal_conv(
     activation: str | None,
     state: LayerState,
     batch: StateMetadata,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel over the inputs up to the present one -> [T, C]; see the package."""
+    """Convolve each channel over the inputs up to the present one -> [T, C], in `out` if given; see the package."""
     requests, (tokens, channels), taps = len(batch.slots_B), x_TC.shape, weight_CW.shape[1]
     if not requests or not tokens:
         return torch.zeros_like(x_TC)
-    out_TC = x_TC.new_empty(tokens, channels)
+    out_TC = x_TC.new_empty(tokens, channels) if out is None else out
     one = batch.max_length == 1
     # Only the first tile may reach what was stored before the step.
     tile = 1 if one else max(next_power_of_2(taps), min(TOKENS, next_power_of_2(batch.max_length)))

@@ -6,6 +6,7 @@ Shape suffixes: N tensors, I items of a tile. Names in capitals are constants of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -45,26 +46,55 @@ def copy_kernel(table, pairs, N, UNIT: tl.constexpr, I: tl.constexpr):  # noqa: 
         tl.store(slots + target * stride + i, item_I, mask=i < items)
 
 
-def copy_slots(layers: Sequence[LayerState], sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copy whole slots, as they are before any is written; see the package."""
-    pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
+@dataclass(frozen=True, slots=True)
+class CopyTable:
+    """What copy_kernel reads of tensors that are copied by the same items."""
+
+    rows: Tensor
+    """int64, on the device."""
+    num_tensors: int
+    unit: int
+    """Of UNITS."""
+    parts: int
+    """Programs of the tensor with the largest slots."""
+
+
+def tables_of(layers: Sequence[LayerState]) -> tuple[CopyTable, ...]:
+    """Return the tables of all tensors that some layers have; they hold as long as the tensors do."""
     tensors = [
         tensor
         for layer in layers
         for tensor in (*layer.planes, layer.keys_SPGK, layer.updates_SPHV, layer.decays, layer.inputs_SPC)
         if tensor[:1].numel()
     ]
-    if not pairs or not tensors:
+    alike = ([tensor for tensor in tensors if _unit(tensor) == unit] for unit in UNITS)
+    return tuple(_table(group, unit) for group, unit in zip(alike, UNITS, strict=True) if group)
+
+
+def copy_slots(
+    layers: Sequence[LayerState],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tables: Sequence[CopyTable] = (),
+) -> None:
+    """Copy whole slots, as they are before any is written; see the package."""
+    pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
+    tables = tables or tables_of(layers)
+    if not pairs or not tables:
         return
     waves = list(_waves(pairs))
     if sum(map(len, waves)) < len(pairs):  # they go round in a circle
         naive.copy_slots(layers, sources, targets)
         return
-    bytes_of = [(tensor, tensor[0].numel() * tensor.itemsize) for tensor in tensors]
-    for unit in UNITS:
-        alike = [(tensor, size) for tensor, size in bytes_of if _unit(tensor, size) == unit]
-        if alike:
-            _copy(alike, unit, waves)
+    flat = [slot for wave in waves for pair in wave for slot in pair]
+    sent = to_device(flat, torch.int64, tables[0].rows.device)
+    for table in tables:
+        first, kind = 0, tl.int64 if table.unit == 16 else tl.uint8
+        for wave in waves:
+            copy_kernel[table.parts, len(wave), table.num_tensors](
+                table.rows, sent[first:], table.num_tensors, UNIT=kind, I=ITEMS, num_warps=8
+            )
+            first += 2 * len(wave)
 
 
 def _waves(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
@@ -80,24 +110,21 @@ def _waves(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
         left = [pair for pair in left if pair not in wave]
 
 
-def _unit(tensor: Tensor, size: int) -> int:
-    aligned = size % 16 == 0 and tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
-    return 16 if aligned else 1
+def _slot_bytes(tensor: Tensor) -> int:
+    return tensor[0].numel() * tensor.itemsize
 
 
-def _copy(tensors: Sequence[tuple[Tensor, int]], unit: int, waves: Sequence[Sequence[Pair]]) -> None:
+def _unit(tensor: Tensor) -> int:
+    step = tensor.stride(0) * tensor.itemsize
+    return 1 if (_slot_bytes(tensor) | step | tensor.data_ptr()) % 16 else 16
+
+
+def _table(tensors: Sequence[Tensor], unit: int) -> CopyTable:
     item = UNITS[unit].itemsize
-    table = [
-        *(tensor.data_ptr() for tensor, _ in tensors),
-        *(size // item for _, size in tensors),
-        *(tensor.stride(0) * tensor.itemsize // item for tensor, _ in tensors),
+    rows = [
+        *(tensor.data_ptr() for tensor in tensors),
+        *(_slot_bytes(tensor) // item for tensor in tensors),
+        *(tensor.stride(0) * tensor.itemsize // item for tensor in tensors),
     ]
-    flat = [slot for wave in waves for pair in wave for slot in pair]
-    sent = to_device((*table, *flat), torch.int64, tensors[0][0].device)
-    parts, first = cdiv(max(size // item for _, size in tensors), ITEMS), len(table)
-    kind = tl.int64 if unit == 16 else tl.uint8
-    for wave in waves:
-        copy_kernel[parts, len(wave), len(tensors)](
-            sent, sent[first:], len(tensors), UNIT=kind, I=ITEMS, num_warps=8
-        )
-        first += 2 * len(wave)
+    parts = cdiv(max(map(_slot_bytes, tensors)) // item, ITEMS)
+    return CopyTable(to_device(rows, torch.int64, tensors[0].device), len(tensors), unit, parts)

@@ -248,12 +248,26 @@ def recurrence(
     *,
     delta: bool,
     tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Update matrices by a key and a value of each request, and read them by queries -> [T, H, V]; see the package."""
+    """Update matrices by a key and a value of each request, and read them by queries -> [T, H, V]; see the package.
+
+    Args:
+        q_TGK: as there, and so are the following.
+        k_TGK: see there.
+        v_THV: see there.
+        log_decay: see there.
+        beta_TH: see there.
+        state: see there.
+        batch: see there.
+        delta: see there.
+        tile: another tile than that of tile_of().
+        out: where the outputs are written.
+    """
     requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
     if not requests or not tokens:
         return torch.zeros_like(v_THV)
-    out_THV = v_THV.new_empty(v_THV.shape)
+    out_THV = v_THV.new_empty(v_THV.shape) if out is None else out
     q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
     key_heads, columns = k_TGK.shape[1:]
     codes, scales, keys = state.planes[0], state.planes[1] if len(state.planes) > 1 else None, state.keys_SPGK

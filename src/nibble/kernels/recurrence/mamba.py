@@ -19,7 +19,7 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    encode_rows,
+    round_rows,
     states_of,
     store_rows,
     tokens_of,
@@ -107,12 +107,7 @@ def selective_kernel(
         # --- round at multiples of BLOCK
         stop = position + 1
         if (stop % BLOCK == 0) & ((stop < start + length) | (stop <= final)):
-            rounded_CK, new_scale_C = encode_rows(matrix_CK, MAX_CODE, codes.dtype.element_ty)
-            if stop == final:
-                tl.store(codes_CK, rounded_CK, mask=keep_CK)
-                if MAX_CODE > 0:
-                    tl.store(scales_C, new_scale_C, mask=keep_C)
-            matrix_CK = decode_rows(rounded_CK, new_scale_C, MAX_CODE)
+            matrix_CK = round_rows(matrix_CK, codes_CK, scales_C, keep_CK, keep_C, stop == final, MAX_CODE)
 
 
 def selective(

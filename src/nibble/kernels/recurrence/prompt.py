@@ -165,9 +165,9 @@ def heads_of(heads: int, key_heads: int) -> int:
 
 @cache
 def _kernel(source: str, arch: int, device: int, shared: int, macros: tuple[tuple[str, int], ...]) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(Path(__file__).with_name(f"{source}.cu"), arch, dict(macros)), source, shared)
+    return Kernel(code_of(Path(__file__).with_name(f"{source}.cu"), arch, dict(macros)), source, shared)
 
 
 def recurrence(
@@ -180,14 +180,17 @@ def recurrence(
     metadata: StateMetadata,
     *,
     delta: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Update matrices by keys and values, and read them by queries -> [T, H, V]; a step that serves() accepts.
+
+    `out` is where outputs are written, if given.
 
     Raises:
         BackendError: The driver refuses a launch.
     """
     (tokens, heads, _), requests = v_THV.shape, len(metadata.slots_B)
-    o_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+    o_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device) if out is None else out
     if not tokens:
         return o_THV
     q_TGK, k_TGK, v_THV = (_loadable(x) for x in (q_TGK, k_TGK, v_THV))

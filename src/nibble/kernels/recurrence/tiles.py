@@ -100,6 +100,27 @@ def encode_rows(x_RX, MAX_CODE: tl.constexpr, DTYPE: tl.constexpr):
     return codes_RX, scale_R
 
 
+@triton.jit
+def round_rows(x_RX, codes_RX, scales_R, keep_RX, keep_R, is_final, MAX_CODE: tl.constexpr):
+    """Return rows as the state's format has them, and store them where that is their state after the step.
+
+    Args:
+        x_RX: Values.
+        codes_RX: Pointers to their codes.
+        scales_R: Pointers to their scales; None where the format has none.
+        keep_RX: Which of the values there are.
+        keep_R: Which of the rows there are.
+        is_final: Whether they are stored.
+        MAX_CODE: Of the format; 0: it has no scales.
+    """
+    rounded_RX, scale_R = encode_rows(x_RX, MAX_CODE, codes_RX.dtype.element_ty)
+    if is_final:
+        tl.store(codes_RX, rounded_RX, mask=keep_RX)
+        if MAX_CODE > 0:
+            tl.store(scales_R, scale_R, mask=keep_R)
+    return decode_rows(rounded_RX, scale_R, MAX_CODE)
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from nibble.kernels.recurrence.tiles import (
     clear_rows,
     contiguous_rows,
     decode_rows,
-    encode_rows,
+    round_rows,
     states_of,
     store_rows,
     tokens_of,
@@ -40,6 +40,7 @@ ROWS = 64
 """Rows of a matrix in a program: those of the tensor cores' tile."""
 LONG_ROW = 128
 """Columns of a matrix above which more threads share it."""
+WARPS, LONG_ROW_WARPS = 4, 8
 
 
 @triton.jit
@@ -324,12 +325,7 @@ def recurrence_kernel(  # noqa: PLR0915 (most are settled while it is compiled)
         # --- bring the matrix forward, and round it
         if (stop < end) | (stop <= final):
             matrix_VK = _advance(matrix_VK, rounded_VJ, keys_JK, fade, COLUMNS, FULL)
-            rounded_VK, new_scale_V = encode_rows(matrix_VK, MAX_CODE, codes.dtype.element_ty)
-            if stop == final:
-                tl.store(codes_VK, rounded_VK, mask=keep_VK)
-                if MAX_CODE > 0:
-                    tl.store(scales_V, new_scale_V, mask=keep_V)
-            matrix_VK = decode_rows(rounded_VK, new_scale_V, MAX_CODE)
+            matrix_VK = round_rows(matrix_VK, codes_VK, scales_V, keep_VK, keep_V, stop == final, MAX_CODE)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -345,12 +341,13 @@ def recurrence(
     batch: StateMetadata,
     *,
     delta: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Update matrices by keys and values, and read them by queries -> [T, H, V]; see the package."""
+    """Update matrices by keys and values, and read them by queries -> [T, H, V], in `out` if given; see the package."""
     requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
     if not requests or not tokens:
         return torch.zeros_like(v_THV)
-    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device) if out is None else out
     q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
     columns = k_TGK.shape[2]
     codes, scales = state.planes[0], state.planes[1] if len(state.planes) > 1 else None
@@ -364,13 +361,23 @@ def recurrence(
         state.keys_SPGK.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0),
         H=heads, G=k_TGK.shape[1], V=dim, K=columns, P=state.keys_SPGK.shape[1], VW=ROWS,
         KW=max(MMA_ROWS, next_power_of_2(columns)), MAX_CODE=state_formats.state_format(state.format).max_code,
-        COLUMNS=log_decay.dim() == 3, DELTA=delta, FULL=state.keys_SPGK.dtype != torch.bfloat16, ONE=one,
-        PDL=bool(pdl), num_warps=4 if columns <= LONG_ROW else 8, num_stages=1, **pdl,
+        COLUMNS=log_decay.dim() == 3, DELTA=delta, FULL=has_full_products(state), ONE=one,
+        PDL=bool(pdl), num_warps=_warps(columns, has_full_products(state)), num_stages=1, **pdl,
     )  # fmt: skip
     if not one:
         store_rows(k_TGK, state.keys_SPGK, batch)
         store_rows(sums_TX, state.decays, batch)
     return out_THV
+
+
+def _warps(columns: int, has_full_products: bool) -> int:
+    # What Triton 3.6 makes of products of TF32 for two warp groups reads what is not there.
+    return LONG_ROW_WARPS if columns > LONG_ROW and not has_full_products else WARPS
+
+
+def has_full_products(state: LayerState) -> bool:
+    """Return whether factors of products count with all bits of float32."""
+    return state.keys_SPGK.dtype != torch.bfloat16
 
 
 def is_one_token(batch: StateMetadata) -> bool:
@@ -408,6 +415,6 @@ def block_weights(
         batch.cu_seqlens_B1, q_TGK.stride(0), k_TGK.stride(0), log_decay.stride(0), state.keys_SPGK.stride(0),
         state.decays.stride(0), H=heads, G=key_heads, K=columns, P=state.keys_SPGK.shape[1],
         KW=max(MMA_ROWS, next_power_of_2(columns)), COLUMNS=log_decay.dim() == 3, DELTA=delta,
-        FULL=state.keys_SPGK.dtype != torch.bfloat16, PDL=bool(pdl), num_warps=4, num_stages=1, **pdl,
+        FULL=has_full_products(state), PDL=bool(pdl), num_warps=4, num_stages=1, **pdl,
     )  # fmt: skip
     return sums_TX, weights_NH

@@ -5,12 +5,16 @@ Shape suffixes: see kernels/recurrence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
 
 from nibble.kernels.state_formats import BLOCK
+
+MIN_ONES = 8
+"""Requests of one token beside longer ones that are worth launches of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,12 @@ class StateBatch:
         return tuple((start + n) // BLOCK * BLOCK for start, n in zip(self.starts, self.settled, strict=True))
 
 
+def ones_behind(lengths: Sequence[int]) -> tuple[int, int]:
+    """Return how many requests behind all others have one token, and the rows of the others."""
+    count = next((n for n, length in enumerate(reversed(lengths)) if length != 1), len(lengths))
+    return count, sum(lengths) - count
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateMetadata:
     """The same of a step on a GPU, in tensors that kernels read, so that a recorded step may find others there.
@@ -82,6 +92,23 @@ class StateMetadata:
     its first token, where steps without drafts leave it."""
     invariant: bool = False
     """Whether a token's result is to have the same bits in every cut and company (--deterministic)."""
+    num_ones: int = 0
+    """Requests behind all others that have one token each, as far as the host knows."""
+    num_rows: int = 0
+    """Rows of the others, where there are any such."""
+
+    def parts(self) -> tuple[StateMetadata, StateMetadata] | None:
+        """Return the requests with several tokens, and those behind them with one, where each may be computed apart.
+
+        Their rows are those of the step's tensors, up to `num_rows` and from there on.
+        """
+        count = len(self.slots_B) - self.num_ones
+        plain = self.settled_B is None and self.states_at_B is None and not self.invariant
+        if self.num_ones < MIN_ONES or count <= 0 or not plain:
+            return None
+        slots_B, starts_B, ends_B1 = self.slots_B, self.starts_B, self.cu_seqlens_B1
+        many = StateMetadata(slots_B[:count], starts_B[:count], ends_B1[: count + 1], self.max_length)
+        return many, StateMetadata(slots_B[count:], starts_B[count:], ends_B1[count:], 1)
 
     def on_host(self) -> StateBatch:
         """Return the same for naive.py, without padding; waits for the device."""

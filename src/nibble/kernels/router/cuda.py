@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.kernels import MMA_ROWS, SM90, cdiv, gpu_of, import_problem
+from nibble.kernels import MMA_ROWS, SM90, cdiv, gpu_of, import_problem, triton_present
 
 SOURCE = Path(__file__).with_name("route.cu")
 WARPS, TOKENS = 16, 8
@@ -22,6 +22,10 @@ MOST_BLOCKS, MOST_UNITS, UNIT = 8, 8, 32
 """Blocks of a cluster at most, and units of inputs whose weights a warp has room for in registers."""
 MOST_CHOSEN = 32
 """A lane keeps each."""
+MOST_EXPERTS = 1024
+"""A warp keeps all logits of a token."""
+NARROW_TOKENS = 16
+"""Up to so many kernels/linear multiplies with a matrix that is too large for a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,22 @@ class Shape:
 
 def shape_of(experts: int, inputs: int) -> Shape | None:
     """Return how a matrix is spread over blocks; None where registers have no room for it."""
+    tiles = _tiles(experts)
+    units = cdiv(cdiv(inputs, UNIT), WARPS // tiles) if tiles <= WARPS else MOST_UNITS + 1
+    return Shape(tiles, cdiv(experts, MMA_ROWS * tiles), units) if units <= MOST_UNITS else None
+
+
+def _tiles(experts: int) -> int:
     tiles = 1
     while cdiv(experts, MMA_ROWS * tiles) > MOST_BLOCKS:
         tiles *= 2
-    units = cdiv(cdiv(inputs, UNIT), WARPS // tiles) if tiles <= WARPS else MOST_UNITS + 1
-    return Shape(tiles, cdiv(experts, MMA_ROWS * tiles), units) if units <= MOST_UNITS else None
+    return tiles
+
+
+def choice_shape(experts: int) -> Shape:
+    """Return the shape with which kernels are compiled that only choose."""
+    tiles = _tiles(experts)
+    return Shape(tiles, cdiv(experts, MMA_ROWS * tiles), 1)
 
 
 def serves(weight_EI: Tensor, top_k: int) -> bool:
@@ -55,7 +70,7 @@ def serves(weight_EI: Tensor, top_k: int) -> bool:
         and weight_EI.is_contiguous()
         and inputs % 8 == 0
         and 0 < top_k <= min(experts, MOST_CHOSEN)
-        and shape_of(experts, inputs) is not None
+        and experts <= MOST_EXPERTS
         and _has_driver()
     )
 
@@ -72,13 +87,18 @@ def macros(shape: Shape) -> dict[str, int]:
 
 @cache
 def _kernel(name: str, arch: int, device: int, shape: Shape) -> Any:
-    from nibble.kernels.nvrtc import Kernel, cubin
+    from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(cubin(SOURCE, arch, macros(shape)), name, 0)
+    return Kernel(code_of(SOURCE, arch, macros(shape)), name, 0)
 
 
 def route(
-    x_TI: Tensor, weight_EI: Tensor, bias_E: Tensor | None, top_k: int, is_normalized: bool
+    x_TI: Tensor,
+    weight_EI: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    is_normalized: bool,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts as naive.route() does, with a matrix that serves() accepts.
 
@@ -87,27 +107,35 @@ def route(
     """
     from nibble.kernels.nvrtc import INT, POINTER
 
-    tokens, (experts, inputs) = len(x_TI), weight_EI.shape
-    is_few = tokens <= FEW_TOKENS
-    logits_TE = x_TI.new_empty(tokens, experts) if is_few else F.linear(x_TI, weight_EI, bias_E)
-    weights_TK = x_TI.new_empty(tokens, top_k)
-    experts_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TI.device)
+    tokens, (rows, inputs) = len(x_TI), weight_EI.shape
+    shape = shape_of(rows, inputs) if tokens <= FEW_TOKENS else None
+    logits_TE = x_TI.new_empty(tokens, rows) if shape else _product(x_TI, weight_EI, bias_E)
+    weights_TK = x_TI.new_empty(tokens, top_k + has_shared)
+    experts_TK = torch.empty(weights_TK.shape, dtype=torch.int64, device=x_TI.device)
     results = logits_TE, weights_TK, experts_TK
     if not tokens:
         return results
-    shape = shape_of(experts, inputs)
-    assert shape
     tensors: tuple[Tensor | None, ...] = results
-    sizes: tuple[int, ...] = tokens, experts, top_k, int(is_normalized)
+    choice = top_k, int(is_normalized), int(has_shared)
+    sizes: tuple[int, ...] = tokens, rows - has_shared, *choice
     name, blocks, threads = "choose_of_logits", cdiv(tokens, TOKENS), 32 * TOKENS
-    if is_few:
+    if shape:
         if x_TI.stride(1) != 1 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16:
             x_TI = x_TI.clone(memory_format=torch.contiguous_format)
         tensors = (x_TI, weight_EI, bias_E, *results)
-        sizes = tokens, experts, inputs, x_TI.stride(0), top_k, int(is_normalized)
+        sizes = tokens, rows - has_shared, inputs, x_TI.stride(0), *choice
         name, blocks, threads = "route", blocks * shape.cluster, 32 * WARPS
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     types = (POINTER,) * len(pointers) + (INT,) * len(sizes)
-    kernel = _kernel(name, gpu_of(x_TI.device).arch, x_TI.device.index or 0, shape)
+    kernel = _kernel(name, gpu_of(x_TI.device).arch, x_TI.device.index or 0, shape or choice_shape(rows))
     kernel.launch(blocks, threads, 0, types, (*pointers, *sizes), starts_early=True)
     return results
+
+
+def _product(x_TI: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return logits, of few tokens by a kernel that reads a row of the matrix in each of its programs."""
+    if 0 < len(x_TI) <= NARROW_TOKENS and triton_present():
+        from nibble.kernels.linear.triton import narrow_linear
+
+        return narrow_linear(x_TI, weight_EI, bias_E)
+    return F.linear(x_TI, weight_EI, bias_E)

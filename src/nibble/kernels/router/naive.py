@@ -13,11 +13,21 @@ from nibble.kernels import topk
 
 
 def route(
-    x_TI: Tensor, weight_EI: Tensor, bias_E: Tensor | None, top_k: int, is_normalized: bool
+    x_TI: Tensor,
+    weight_EI: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    is_normalized: bool,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [T, E], weights [T, K], and int64 [T, K], whose they are."""
+    """Return logits [T, E], weights [T, K], and int64 [T, K], whose they are; K with the shared expert's."""
     logits_TE = F.linear(x_TI, weight_EI, bias_E)
-    return (logits_TE, *choose(logits_TE, top_k, is_normalized))
+    if not has_shared:
+        return (logits_TE, *choose(logits_TE, top_k, is_normalized))
+    weights_TK, experts_TK = choose(logits_TE[:, :-1], top_k, is_normalized)
+    shared_T1 = torch.full_like(experts_TK[:, :1], len(weight_EI) - 1)
+    weights_TK = torch.cat((weights_TK, logits_TE[:, -1:].sigmoid()), 1)
+    return logits_TE, weights_TK, torch.cat((experts_TK, shared_T1), 1)
 
 
 def choose(logits_TE: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:

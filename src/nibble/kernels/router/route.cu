@@ -22,23 +22,26 @@ constexpr int EXPERTS = 16 * TILES * CLUSTER, VALUES = (EXPERTS + 31) / 32;  // 
 
 DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 
+// has_shared: behind the experts is one that all tokens have, with the sigmoid of its logit for a weight.
 template <typename Logits>
-DEVICE void write_choices(Logits logit_of, u16* scores, long long* chosen, int experts, int top_k, int is_normalized) {
-  const Choice choice = choose<VALUES>(logit_of, experts, top_k, is_normalized);
-  const int lane = threadIdx.x & 31;
-  if (lane >= top_k) return;
-  scores[lane] = u16(pack_bf16(choice.weight, 0));
-  chosen[lane] = choice.expert;
+DEVICE void write_choices(Logits logit_of, u16* scores, long long* chosen, int token, int experts, int top_k,
+                          int is_normalized, int has_shared) {
+  Choice choice = choose<VALUES>(logit_of, experts, top_k, is_normalized);
+  const int lane = threadIdx.x & 31, all = top_k + has_shared;
+  if (lane >= all) return;
+  if (lane == top_k) choice = {experts, 1 / (1 + __expf(-from_bf16(u16(logit_of(experts)))))};
+  scores[(u64)token * all + lane] = u16(pack_bf16(choice.weight, 0));
+  chosen[(u64)token * all + lane] = choice.expert;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, 1)
     route(const u16* x, const u16* weight, const u16* bias, u16* logits, u16* scores, long long* chosen, int tokens,
-          int experts, int inputs, int x_stride, int top_k, int is_normalized) {
+          int experts, int inputs, int x_stride, int top_k, int is_normalized, int has_shared) {
   __shared__ float sums[SPLIT][16 * TILES][TOKENS];
   __shared__ u32 of_tokens[TOKENS][EXPERTS];  // logits, in the cluster's first block
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int rank = blockIdx.x % CLUSTER, first_token = blockIdx.x / CLUSTER * TOKENS;
-  const int row = 16 * (rank * TILES + warp % TILES) + g, part = warp / TILES;
+  const int rows = experts + has_shared, row = 16 * (rank * TILES + warp % TILES) + g, part = warp / TILES;
   const int units = (inputs + 31) / 32, begin = units * part / SPLIT, end = units * (part + 1) / SPLIT;
   cluster_arrive();
 
@@ -49,8 +52,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     const int at = (begin + u) * 32 + 8 * c;
     const bool is_there = begin + u < end && at < inputs;
     low[u] = high[u] = make_uint4(0, 0, 0, 0);
-    if (is_there && row < experts) low[u] = *(const uint4*)(weight + (u64)row * inputs + at);
-    if (is_there && row + 8 < experts) high[u] = *(const uint4*)(weight + (u64)(row + 8) * inputs + at);
+    if (is_there && row < rows) low[u] = *(const uint4*)(weight + (u64)row * inputs + at);
+    if (is_there && row + 8 < rows) high[u] = *(const uint4*)(weight + (u64)(row + 8) * inputs + at);
   }
   wait_for_inputs();
 
@@ -76,29 +79,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   cluster_wait();  // all blocks have begun
   for (int i = threadIdx.x; i < 16 * TILES * TOKENS; i += 32 * WARPS) {
     const int token = i % TOKENS, e = 16 * TILES * rank + i / TOKENS;
-    if (e >= experts) continue;
+    if (e >= rows) continue;
     float sum = bias ? from_bf16(bias[e]) : 0;
 #pragma unroll
     for (int p = 0; p < SPLIT; p++) sum += sums[p][i / TOKENS][token];
     const u32 logit = pack_bf16(sum, 0) & 0xFFFF;
     store_in_block(&of_tokens[token][e], logit, 0);
-    if (first_token + token < tokens) logits[(u64)(first_token + token) * experts + e] = u16(logit);
+    if (first_token + token < tokens) logits[(u64)(first_token + token) * rows + e] = u16(logit);
   }
   cluster_arrive(), cluster_wait();
 
   // --- choose
   const int token = first_token + warp;
   if (rank == 0 && warp < TOKENS && token < tokens) {
-    write_choices([&](int e) { return of_tokens[warp][e]; }, scores + (u64)token * top_k, chosen + (u64)token * top_k,
-                  experts, top_k, is_normalized);
+    write_choices([&](int e) { return of_tokens[warp][e]; }, scores, chosen, token, experts, top_k, is_normalized,
+                  has_shared);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * TOKENS)
-    choose_of_logits(const u16* logits, u16* scores, long long* chosen, int tokens, int experts, int top_k, int is_normalized) {
+    choose_of_logits(const u16* logits, u16* scores, long long* chosen, int tokens, int experts, int top_k, int is_normalized,
+                     int has_shared) {
   wait_for_inputs();
   const u64 token = (u64)blockIdx.x * TOKENS + threadIdx.x / 32;
   if (token >= tokens) return;
-  write_choices([&](int e) { return (u32)logits[token * experts + e]; }, scores + token * top_k, chosen + token * top_k,
-                experts, top_k, is_normalized);
+  write_choices([&](int e) { return (u32)logits[token * (experts + has_shared) + e]; }, scores, chosen, token, experts,
+                top_k, is_normalized, has_shared);
 }

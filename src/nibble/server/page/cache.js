@@ -147,6 +147,8 @@ function exact(found) {
 function states(found) {
   $("states-title").textContent = `Recurrent states in ${found.format}: ${bytes(found.bytes_per_slot)} a request`;
   snapshots("states", "slot", found.slots, found.evicted_slots, found);
+  if (found.unwatched_layers) $("states-note").textContent +=
+    ` The fidelity watch does not compare the states of ${plural(found.unwatched_layers, "layer")}.`;
 }
 
 function snapshots(id, unit, total, evicted, found) {

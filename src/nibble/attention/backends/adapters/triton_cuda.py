@@ -22,7 +22,7 @@ from nibble.kernels.mla import (
     sparse_mla_attention,
 )
 from nibble.kernels.mla.fixed import fixed_mla_attention
-from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT
 
 
@@ -74,19 +74,25 @@ class TritonInvariant(AttentionBackend):
 
 
 class Cuda(AttentionBackend):
-    """The adapter of the decode kernel in CUDA C++. Its workspace serves one step at a time."""
+    """The adapter of the decode kernel in CUDA C++. Its workspace serves one step at a time.
+
+    Drafts with more query rows than it has columns go to the kernel in Triton, which reads the same pages.
+    """
 
     def __init__(self) -> None:
         from nibble.kernels.attention import cuda  # which imports cuda-bindings
 
         self._kernels = cuda
         self._decode: Any = None
+        self._wide = Triton()
 
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
         """Call the kernel over pages in their own bytes."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if self._is_wide(q_THD, k, batch):
+            return self._wide.forward(q_THD, view, batch, params, None)
         return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params)
 
     def forward_partial(
@@ -94,6 +100,8 @@ class Cuda(AttentionBackend):
     ) -> PartialAttention:
         """Call the kernel that stores the log-sum-exp too -> float32 values."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if self._is_wide(q_THD, k, batch):
+            return self._wide.forward_partial(q_THD, view, batch, params, None)
         return self._decoder(q_THD).partial(q_THD.contiguous(), k, v, batch, params)
 
     def forward_merged(
@@ -102,7 +110,13 @@ class Cuda(AttentionBackend):
     ) -> Tensor:  # fmt: skip
         """Call the kernel that merges as it stores: no launch for merging."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if self._is_wide(q_THD, k, batch):
+            return self._wide.forward_merged(q_THD, view, batch, params, None, other)
         return self._decoder(q_THD).merged(q_THD.contiguous(), k, v, batch, params, other)
+
+    def _is_wide(self, q_THD: Tensor, k: Paged, batch: AttentionBatch) -> bool:
+        columns = self._kernels.columns_of(batch, q_THD.shape[1], k.heads)
+        return bool(columns > self._kernels.most_columns(q_THD.shape[2]))
 
     def _decoder(self, q_THD: Tensor) -> Any:
         # Its counters and workspace lie on the queries' device, which only a call tells.

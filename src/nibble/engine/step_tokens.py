@@ -1,0 +1,163 @@
+"""Which tokens a step computes, as lists: ids, rows whose logits are needed, rows that are not stored; and as integers.
+
+Shape suffixes: B requests, L rows of each in a recorded step with drafts, S rows whose logits are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from nibble.engine.page_tables import PackedInts
+from nibble.engine.request import ScheduledRequest
+from nibble.kernels import cdiv
+from nibble.kernels.recurrence.types import StateMetadata, ones_behind
+
+ON_DEVICE = -1
+"""The id of a token whose value only the device knows: the step before samples it."""
+
+
+def _state_slot(item: ScheduledRequest) -> int:
+    slot = item.request.lease.state_slot
+    assert slot is not None, "a lease has a slot of recurrent states from its first step on"
+    return slot
+
+
+def logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the step whose logits are needed: those that are sampled from, then logprob_rows."""
+    starts = list(accumulate((item.num_tokens for item in scheduled), initial=0))
+    sampled = [
+        row
+        for end, item in zip(starts[1:], scheduled, strict=True)
+        if item.samples_token
+        for row in range(end - 1 - len(item.drafts), end)
+    ]
+    first_rows = zip(starts[:-1], scheduled, strict=True)
+    return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
+
+
+def unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
+    rows, first = list[int](), 0
+    for item in scheduled:
+        rows += range(first, first + min(max(item.write_from - item.start, 0), item.num_tokens))
+        first += item.num_tokens
+    return rows
+
+
+def unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
+    """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
+    rows, first = list[int](), 0
+    for item in scheduled:
+        exact_pages = item.request.lease.exact_pages
+        for page in range(item.start // page_size, cdiv(item.end, page_size)):
+            if page not in exact_pages:
+                start, stop = max(page * page_size, item.start), min((page + 1) * page_size, item.end)
+                rows += range(first + start - item.start, first + stop - item.start)
+        first += item.num_tokens
+    return rows
+
+
+def token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
+    """Return the ids of all tokens; ON_DEVICE for a last one that the host does not know yet."""
+    token_ids: list[int] = []
+    for item in scheduled:
+        num_kept = item.num_tokens - len(item.drafts)
+        ids = item.request.token_ids[item.start : item.start + num_kept]
+        # The list ends with the last token that the host knows, so a slice may be one short.
+        token_ids += ids if len(ids) == num_kept else [*ids, ON_DEVICE]
+        token_ids += item.drafts
+    return token_ids
+
+
+def padded_token_ids(scheduled: Sequence[ScheduledRequest], tokens: int) -> list[int]:
+    """Return so many ids of each request: those of its new tokens are the last ones, and the first of them is repeated.
+
+    So rows of padding are like the row after them, which experts do with what they read anyway.
+    """
+    result = list[int]()
+    for item in scheduled:
+        ids = token_ids([item])
+        result += ids[:1] * (tokens - len(ids)) + ids
+    return result
+
+
+def padded_logit_rows(scheduled: Sequence[ScheduledRequest], tokens: int) -> list[int]:
+    """Return the rows of new tokens where each request has so many rows, and its new tokens are the last of them."""
+    ends = range(tokens, tokens * len(scheduled) + 1, tokens)
+    return [
+        row for end, item in zip(ends, scheduled, strict=True) for row in range(end - item.num_tokens, end)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyInputs:
+    """The inputs of a recorded step with drafts."""
+
+    rows_B: Tensor
+    """Rows of the page tables."""
+    ends_B: Tensor
+    """Stored tokens of each request, the new ones included; 0: padding."""
+    new_B: Tensor
+    """New tokens of each."""
+    ids_BL: Tensor
+    """Ids, as padded_token_ids has them."""
+    logit_rows_S: Tensor
+    """Rows whose logits are computed, in the order in which they are sampled from; one for each row of the step."""
+
+    @staticmethod
+    def length(requests: int, rows: int) -> int:
+        """Return how many integers there are of so many requests with so many rows each."""
+        return requests * (3 + 2 * rows)
+
+    @classmethod
+    def of(cls, inputs: Tensor, requests: int, rows: int) -> VerifyInputs:
+        """Return the parts of a step's inputs."""
+        total = requests * rows
+        rows_B, ends_B, new_B, ids, logit_rows_S = inputs[: cls.length(requests, rows)].split(
+            (requests, requests, requests, total, total)
+        )
+        return cls(rows_B, ends_B, new_B, ids.view(requests, rows), logit_rows_S)
+
+
+class PhaseGroup:
+    """What is scheduled of one phase, and where its numbers lie in the packed integers."""
+
+    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
+        """Add the numbers of requests and their rows of the page tables."""
+        scheduled = [item for item, _ in pairs]
+        self.phase = scheduled[0].phase
+        self.query_lens = tuple(item.num_tokens for item in scheduled)
+        self.seq_lens = tuple(item.end for item in scheduled)
+        self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
+        self.seq_lens_at = packed.add(self.seq_lens)
+        self.rows = packed.add(row for _, row in pairs)
+
+
+class StateRows:
+    """Where the numbers of a step's recurrent states lie in the packed integers."""
+
+    def __init__(self, scheduled: Sequence[ScheduledRequest], packed: PackedInts) -> None:
+        """Add the numbers of requests."""
+        lengths = [item.num_tokens for item in scheduled]
+        self._max_length = max(lengths)
+        self._ones = ones_behind(lengths)
+        self._slots = packed.add(_state_slot(item) for item in scheduled)
+        self._starts = packed.add(item.start for item in scheduled)
+        self._cu_seqlens = packed.add(accumulate(lengths, initial=0))
+        self._settled: slice | None = None
+        if any(item.drafts for item in scheduled):
+            self._settled = packed.add(item.num_tokens - len(item.drafts) for item in scheduled)
+
+    def metadata(self, sent: Tensor, invariant: bool) -> StateMetadata:
+        """Return the same on the device."""
+        slots_B, starts_B, cu_seqlens_B1 = (
+            sent[part].int() for part in (self._slots, self._starts, self._cu_seqlens)
+        )
+        settled_B = None if self._settled is None else sent[self._settled].int()
+        return StateMetadata(
+            slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, None, invariant, *self._ones
+        )

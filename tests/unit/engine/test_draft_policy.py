@@ -1,0 +1,170 @@
+"""Drafts on a GPU cost no more than they bring: steps are counted, and take what a table of measured times says.
+
+The loop here is the engine's (schedule, launch, collect), with a clock that moves by the table, tokens that are numbers,
+and a coin in place of a model. It shows which steps waited for the one before, and what that took in all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from nibble.engine.draft_policy import FIRST_SHARE, DraftPolicy, Likelihood, StepTimes
+from nibble.engine.drafters.base import DraftTask
+from nibble.engine.request import Request, ScheduledRequest
+from nibble.engine.speculative import Speculation
+from nibble.model_spec import Phase
+
+DECODE_MS = {1: 5.0, 8: 5.4, 32: 8.2, 128: 18.0}
+"""Of a step without drafts, by requests."""
+VERIFY_MS = {
+    1: {1: 5.5, 3: 5.6, 7: 5.8}, 8: {1: 6.1, 3: 6.4, 7: 7.0}, 32: {1: 9.8, 3: 10.8, 7: 13.5}, 128: {1: 28.0}
+}  # fmt: skip
+"""Of a step with drafts, by their number, and the host's work between two of those, during which the device waits."""
+STALL_MS = {1: 0.4, 8: 0.7, 32: 1.5, 128: 5.0}
+"""That work, where a step waited and nothing was proposed."""
+
+
+class Says:
+    """Always has drafts, or never."""
+
+    def __init__(self, *, has_any: bool = True) -> None:
+        self.has_any = has_any
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        return [[1] * task.limit if self.has_any else [] for task in tasks]
+
+
+@dataclass
+class Run:
+    """What a number of steps came to."""
+
+    waited: int = 0
+    verified: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    proposed: list[int] = field(default_factory=list)
+
+
+def run(count: int, share: float, steps: int, drafter: Says | None = None, seed: int = 0) -> Run:
+    """Serve `count` requests, whose draft tokens are right with probability `share`."""
+    speculation = Speculation("says", drafter or Says(), 7, True, 256, 999, overlaps=True)
+    requests = [Request(str(i), [0, 0]) for i in range(count)]
+    dice, found, in_flight = random.Random(seed), Run(), dict[Request, tuple[int, ...]]()
+    for _ in range(steps):
+        waits = any(in_flight.values()) or (bool(in_flight) and speculation.waits(list(in_flight)))
+        if waits or not in_flight:
+            for request, drafts in in_flight.items():
+                accepted = next((i for i in range(len(drafts)) if dice.random() >= share), len(drafts))
+                if drafts:
+                    item = ScheduledRequest(
+                        request,
+                        len(request.token_ids) - 1,
+                        1 + len(drafts),
+                        Phase.VERIFY,
+                        True,
+                        drafts=drafts,
+                    )
+                    speculation.note(item, accepted)
+                request.token_ids += [0] * (accepted + 1)
+                found.tokens += accepted + 1
+            drafts = speculation.propose(requests, lambda request: 7)
+        else:
+            for request in in_flight:
+                request.token_ids.append(0)
+            found.tokens += len(in_flight)
+            drafts = {}
+        in_flight = {request: drafts.get(request, ()) for request in requests}
+        of_each = speculation.rounded(max(map(len, drafts.values()), default=0))
+        stall = STALL_MS[count] if waits and not drafts else 0.0
+        found.seconds += (VERIFY_MS[count][of_each] if drafts else DECODE_MS[count]) + stall
+        found.waited += waits
+        found.verified += bool(drafts)
+        found.proposed.append(sum(map(len, in_flight.values())))
+        speculation.policy.launched(count, of_each, found.seconds, waited=waits)
+    return found
+
+
+def times_as_fast(found: Run, count: int, steps: int) -> float:
+    return found.tokens / found.seconds / (count * steps / (steps * DECODE_MS[count]))
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 0.97), (8, 0.97), (32, 0.97), (128, 0.98)])
+def test_drafts_that_are_never_right_cost_little(count: int, least: float) -> None:
+    found = run(count, 0.0, 300)
+    assert times_as_fast(found, count, 300) > least
+    # The first few tell; then one in many is tried.
+    assert found.verified < 25 and found.waited < 45
+    assert sum(found.proposed[100:]) <= 20 * count
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 1.8), (8, 1.6), (32, 1.3), (128, 0.98)])
+def test_drafts_that_are_often_right_go_on(count: int, least: float) -> None:
+    found = run(count, 0.7, 300)
+    assert times_as_fast(found, count, 300) > least
+    assert count == 128 or found.verified > 250
+
+
+def test_few_of_many_requests_do_not_make_all_of_them_wait() -> None:
+    """One draft token in twenty is right: now and then a request has reason to hope, and the others would pay."""
+    found = run(32, 0.05, 400)
+    assert found.verified < 30 and times_as_fast(found, 32, 400) > 0.97
+
+
+@pytest.mark.parametrize("count", [1, 32, 128])
+def test_who_has_nothing_to_say_is_asked_less(count: int) -> None:
+    found = run(count, 0.7, 300, Says(has_any=False))
+    assert found.verified == 0 and found.waited < 40
+    assert times_as_fast(found, count, 300) > 0.97
+
+
+def test_a_step_has_no_more_tokens_than_a_recorded_one() -> None:
+    for count, most in ((1, 7), (32, 7), (64, 3), (100, 1), (128, 1)):
+        speculation = Speculation("says", Says(), 7, False, 256, 999, overlaps=True)
+        drafts = speculation.propose([Request(str(i), [0]) for i in range(count)], lambda request: 7)
+        assert {len(tokens) for tokens in drafts.values()} == {most} and len(drafts) == count
+    speculation = Speculation("says", Says(), 7, False, 256, 999, overlaps=True)
+    assert not speculation.propose([Request("a", [0])], lambda request: 7, others=255)
+
+
+def test_what_is_likely_is_learnt() -> None:
+    right, wrong, silent = Likelihood(), Likelihood(), Likelihood()
+    for _ in range(12):
+        right.update(3, 3)
+        wrong.update(3, 0)
+        silent.note_proposal(False)
+    assert right.expected(3) > 2.8 and wrong.expected(3) < 0.02 and silent.expected(3) < 0.1
+    assert FIRST_SHARE < Likelihood().expected(4) < 4
+    policy = DraftPolicy()
+    for _ in range(200):
+        policy.update(1, 0)
+    assert 0.2 < policy.new_likelihood().share < 0.4, "a new request may still be another matter"
+
+
+def test_times_count_from_launch_to_launch() -> None:
+    times, policy = StepTimes(), DraftPolicy()
+    assumed = times.ratio(4, 3)
+    now = 0.0
+    for place in range(40):
+        drafts = 3 * (place % 4 > 1)
+        # A step without that the next one waits for took longer, which is not its own fault.
+        policy.launched(4, drafts, now, waited=place % 4 != 1)
+        now += 3.0 if drafts else 2.0 if place % 4 == 0 else 9.0
+    assert policy.times.ratio(4, 3) == 1.5 != assumed
+    assert policy.times.ratio(64, 3) != 1.5 != policy.times.ratio(4, 7)
+    policy.interrupted()
+    policy.launched(4, 3, now + 100, waited=True)
+    assert policy.times.ratio(4, 3) == 1.5
+
+
+def test_the_best_length_is_chosen() -> None:
+    times = StepTimes()
+    for drafts, seconds in ((0, 1.0), (1, 1.1), (3, 1.15), (7, 1.6)):
+        for _ in range(3):
+            times.note(4, drafts, seconds)
+    assert DraftPolicy(times).choose(4, {1: 2.0, 3: 4.0, 7: 5.0}) == 3
+    assert DraftPolicy(times).choose(4, {1: 3.5, 3: 12.0, 7: 25.0}) == 7
+    assert DraftPolicy(times).choose(4, {1: 0.2, 3: 0.22, 7: 0.22}) == 0

@@ -1,0 +1,155 @@
+"""Kernels that are compiled ahead: a rehearsal launches nothing, and what it compiled is not compiled again.
+
+Triton compiles for a GPU that is not here; a driver stands in for the one that this takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nibble.errors import BackendError
+from nibble.kernels import ahead
+
+HERE = Path(__file__)
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed here"
+)
+
+COMPILED = """
+import json, sys, threading
+from collections import Counter
+from unittest import mock
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from nibble.kernels import ahead
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.attention.triton import merge_kernel, merge_lse
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+driver.set_active(Driver())
+seen = Counter()
+
+def note(*, src, cache_hit, **others):
+    where = "here" if threading.current_thread() is threading.main_thread() else "ahead"
+    seen[f"{'found' if cache_hit else 'compiled'} {where}"] += 1
+
+triton.knobs.compilation.listener = note
+
+def merge(heads):
+    part = PartialAttention(torch.zeros(4, heads, 64), torch.zeros(heads, 4))
+    return merge_lse(part, part, torch.float32)
+
+own = JITFunction.run, torch.empty, torch.Tensor.new_empty
+with ahead.rehearsal():
+    for heads in (2, 4, 2):
+        merge(heads)
+    assert (merge(2).values_THD == 0).all()
+assert own == (JITFunction.run, torch.empty, torch.Tensor.new_empty)
+# The step itself: it takes what is compiled, waits for what is not, and compiles the rest. There is no GPU to launch on.
+with mock.patch.object(JITFunction, "run", lambda self, *args, **kwargs: own[0](self, *args, **{**kwargs, "warmup": True})):
+    for heads in (2, 4, 8, 8):
+        merge(heads)
+ahead.finish()
+# What fails in a thread fails where it is needed.
+def fail(*_, **__):
+    raise ValueError("cannot be compiled")
+merge_kernel.compile = fail
+with ahead.rehearsal():
+    merge(16)
+try:
+    with mock.patch.object(JITFunction, "run", lambda self, *args, **kwargs: own[0](self, *args, **{**kwargs, "warmup": True})):
+        merge(16)
+except ValueError as error:
+    seen[str(error)] += 1
+print(json.dumps(seen))
+"""
+
+
+@needs_triton
+def test_triton_compiles_in_threads_once_and_a_second_start_not_at_all(tmp_path: Path) -> None:
+    hidden = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    for kind in ("compiled", "found"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", COMPILED],
+            env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        expected = f'{{"{kind} ahead": 2, "{kind} here": 1, "cannot be compiled": 1}}'
+        assert done.stdout.strip() == expected
+
+
+def test_memory_is_zero_in_a_rehearsal_of_this_thread() -> None:
+    found = dict[str, Any]()
+
+    def elsewhere() -> None:
+        found["rehearses"] = ahead.is_rehearsal()
+
+    with ahead.rehearsal():
+        assert ahead.is_rehearsal()
+        assert not torch.empty(1000, dtype=torch.int64).any()
+        x = torch.ones(3)
+        assert not x.new_empty(50, dtype=torch.int32).any() and not torch.empty_like(x).any()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert not found["rehearses"] and not ahead.is_rehearsal()
+
+
+def test_an_error_ends_the_rehearsal() -> None:
+    with pytest.raises(ValueError), ahead.rehearsal():
+        raise ValueError
+    assert not ahead.is_rehearsal()
+    with ahead.rehearsal():
+        assert ahead.is_rehearsal()
+
+
+def test_machine_code_comes_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = pytest.importorskip("nibble.kernels.nvrtc", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+    source, threads, loaded = tmp_path / "twice.cu", list[str](), list[bytes]()
+    source.write_text('extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }')
+    own = nvrtc._compile
+
+    def compile(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        code: bytes = own(*arguments)
+        return code
+
+    monkeypatch.setattr(nvrtc, "_compile", compile)
+    monkeypatch.setattr(nvrtc.Kernel, "_load", lambda self, code: loaded.append(code))
+    with ahead.rehearsal():
+        codes = [nvrtc.code_of(source, 90, {"FACTOR": factor}) for factor in (2, 3, 2)]
+        kernel, broken = (
+            nvrtc.Kernel(code, "twice", 0) for code in (codes[0], nvrtc.code_of(source, 90, {}))
+        )
+        kernel.launch(1, 32, 0, (), ())
+        assert not loaded
+    assert all(isinstance(code, Future) for code in codes) and codes[0] is codes[2]
+    with pytest.raises(BackendError, match="FACTOR"):
+        broken.launch(1, 32, 0, (), ())
+    assert codes[1].result().startswith(nvrtc.ELF)
+    ahead.finish()
+    assert len(threads) == 3 and all(name.startswith("nibble-ahead") for name in threads)
+    # From disk, as a second start takes it.
+    assert nvrtc.code_of(source, 90, {"FACTOR": 2}) == codes[0].result() and len(threads) == 3
