@@ -17,10 +17,17 @@ from torch import Tensor
 from bits import preempting
 from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
 from nibble import LLM
+from nibble.attention import backends
+from nibble.attention.planner.plan import graph_sizes
+from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import draft_head
 from nibble.engine.draft_head import DraftHead
+from nibble.engine.model_runner import Graphs
 from nibble.models import head_model
+from planning import PLAIN
+from tape import record
 from tiny import save_tiny
+from toys import graph_backend
 
 FORMATS = ("raw", "speculators")
 Said = list[tuple[list[int], list[int], Tensor]]
@@ -264,3 +271,30 @@ def test_answers_over_quantised_caches(
     head_of(llm).manager.check_integrity()
     answers(llm, PROMPTS[:1], **GREEDY)
     assert len(head_of(llm).manager.leases) <= 1, "pages of requests that have ended are free"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recorded_steps_leave_their_hidden_states(
+    overlap: bool, target: Path, eagles: dict[str, Path]
+) -> None:
+    """As on a GPU: steps with drafts are replayed, with padding, and launched before the last is read."""
+    backend = backends.register(graph_backend.info(graph_backend.Masked))
+    try:
+        options = {**PLAIN, "kv_format": "fp32", "max_running": 6}
+        expected = answers(engine(target, **options), PROMPTS, **GREEDY)
+        known = {tuple(prompt): one.token_ids for prompt, one in zip(PROMPTS, expected, strict=True)}
+        llm = engine(target, speculative=f"eagle3:{eagles['raw']},kv_format=fp32", **options)
+        runner = llm.engine.runner
+        graph_backend.make_recordable(runner.pool)
+        runner.record(Graphs(graph_sizes(6), runner.device, record, verify_sizes(6, 8, 32)))
+        llm.engine.overlap = overlap
+        with overheard(known) as said:
+            found = answers(llm, PROMPTS, **GREEDY)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert 0 < rates(llm)[0] < rates(llm)[1]
+        assert (
+            error([*said[:4], *said[9:200:17], *said[-2:]], eagle3_reference(target, eagles["raw"], "raw"))
+            < 1e-4
+        )
+    finally:
+        backends.unregister(backend.name)

@@ -230,11 +230,16 @@ def build(
     engine.runner.error_monitor = error_monitor
     startup.notes += staging_warnings(plan, budget.context)
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
+    _add_drafts(engine_plan, engine, test=test)
+    return engine, engine_plan
+
+
+def _add_drafts(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> None:
+    """Let somebody draft, where the config asks for it."""
     drafter = _draft_model(engine_plan, engine, test=test)
-    engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
+    engine.speculation = speculation(engine_plan.config, engine_plan.hardware, engine.vocab_size, *drafter)
     if engine.speculation and (head := engine.speculation.head):
         engine.scheduler.reusable = lambda request: min(request.num_reusable_tokens, head.reusable(request))
-    return engine, engine_plan
 
 
 def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
