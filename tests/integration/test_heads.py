@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_compile import unpacked
 from test_draft_model import rates
 from test_speculative import DRAWN, GREEDY, PROMPTS, answers, same
 from test_speculative import engine as small_engine
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from bits import preempting
 from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
@@ -23,7 +25,10 @@ from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import draft_head
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.model_runner import Graphs
-from nibble.models import head_model
+from nibble.engine.speculation_plan import head_layers
+from nibble.models import head_model, taps
+from nibble.models.equivalence import layer_list
+from nibble.models.forward import compiled
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
@@ -286,11 +291,15 @@ def test_recorded_steps_leave_their_hidden_states(
         llm = engine(target, speculative=f"eagle3:{eagles['raw']},kv_format=fp32", **options)
         runner = llm.engine.runner
         graph_backend.make_recordable(runner.pool)
-        runner.record(Graphs(graph_sizes(6), runner.device, record, verify_sizes(6, 8, 32)))
+        graphs, sizes = Graphs(graph_sizes(6), runner.device, record, verify_sizes(6, 8, 32)), set[Any]()
+        replay = graphs.replay
+        graphs.replay = lambda size: (sizes.add(size), replay(size))  # type: ignore[assignment, func-returns-value]
+        runner.record(graphs)
         llm.engine.overlap = overlap
         with overheard(known) as said:
             found = answers(llm, PROMPTS, **GREEDY)
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert any(isinstance(size, tuple) for size in sizes)
         assert 0 < rates(llm)[0] < rates(llm)[1]
         assert (
             error([*said[:4], *said[9:200:17], *said[-2:]], eagle3_reference(target, eagles["raw"], "raw"))
@@ -298,3 +307,23 @@ def test_recorded_steps_leave_their_hidden_states(
         )
     finally:
         backends.unregister(backend.name)
+
+
+@pytest.mark.parametrize("name", ["raw", "mimo"])
+def test_compiled_models_leave_their_hidden_states(
+    name: str, own: dict[str, Path], target: Path, eagles: dict[str, Path]
+) -> None:
+    """As another output of one graph, which serves all lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, drafter = drafters(own, target, eagles)[name]
+    llm = engine(model, kv_format="fp32", speculative=f"{drafter},kv_format=fp32")
+    plain, model_spec = unpacked(llm), llm._engine_plan.model_spec
+    layers = head_layers(llm._engine_plan.draft, model_spec)  # type: ignore[arg-type]
+    taps.attach(plain, *layer_list(plain, model_spec), layers)
+    llm.engine.runner._run = compiled(plain, "aot_eager")
+    with overheard() as said:
+        answers(llm, PROMPTS, **{**GREEDY, "max_tokens": 6})
+    reference = eagle3_reference(target, eagles[name], name) if name in eagles else mtp_reference(model, name)
+    assert error(said[:12], reference) < 1e-4
+    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
