@@ -287,16 +287,12 @@ class DraftHead:
         step = []
         for number, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
             track.chance *= chance
-            if token in track.request.stop_ids or (track.drafts and track.chance < self.least_chance):
+            if token in track.request.stop_ids or track.chance < self.least_chance:
                 continue
             track.drafts.append(token)
             track.twin.token_ids.append(token)
             place = len(track.twin.token_ids) - 1
-            if (
-                len(track.drafts) < limits[track]
-                and track.chance >= self.least_chance
-                and self._reserve(track, place + 1)
-            ):
+            if len(track.drafts) < limits[track] and self._reserve(track, place + 1):
                 step.append((track, place, 1, states_SH[number : number + 1], True))
         return step
 
