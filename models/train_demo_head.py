@@ -40,10 +40,10 @@ FIRST_MODEL = Path(__file__).parent / "demo"
 STATE_LAYERS = (2, 4, 6)
 """Layers whose inputs the head reads; there are six, so the last is what the demo's norm gets."""
 HEADS, KV_HEADS, HEAD_DIM, MLP = 6, 2, 64, 352
-STEPS, STEP_WEIGHT = 4, 0.8
+STEPS, STEP_WEIGHT = 3, 0.8
 """Drafts that are learnt one after another, and the weight of each relative to the one before."""
-BATCH_TOKENS, LENGTHS = 32_768, ((2048, 0.7), (8192, 1.0))
-"""Tokens of a batch; lengths of rows, and the share of the time at which each ends."""
+BATCH_TOKENS, LENGTHS = 32_768, ((1024, 0.75), (4096, 0.93), (8192, 1.0))
+"""Tokens of a batch; lengths of rows, and the share of the time at which each ends: long rows take longer."""
 TEXT_SHARE, WEIGHT_DECAY, COOLING = 0.5, 0.1, 0.5
 
 
@@ -158,8 +158,11 @@ def drafts(head: Head, states_BNX: Tensor, embeds_BNH: Tensor, steps: int) -> li
     for _ in range(steps):
         q, k, v = head.qkv(embeds_BNH, states)
         keys, values = [*keys, k], [*values, v]
-        # Scores are computed again for the gradient: they take gigabytes.
-        mixed = checkpoint(attend, q, keys, values, use_reentrant=False)
+        if len(keys) == 1:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            # Scores are computed again for the gradient: they take gigabytes.
+            mixed = checkpoint(attend, q, keys, values, use_reentrant=False)
         outputs.append(head.finish(states, mixed))
         # Row j goes on from what row j - 1 has left.
         states = shifted(outputs[-1], 1)
@@ -204,6 +207,8 @@ def train(arguments: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() and not arguments.smoke else "cpu"
     demo = load_demo(device)
     head = Head(demo).to(device).train()
+    if arguments.init:
+        load(head, arguments.init)
     print(f"{sum(p.numel() for p in head.parameters()):,} parameters on {device}", flush=True)
     matrices = [p for p in head.parameters() if p.dim() == 2]
     others = [p for p in head.parameters() if p.dim() != 2]
@@ -252,6 +257,12 @@ def train(arguments: argparse.Namespace) -> None:
     }
     (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report))
+
+
+def load(head: Head, folder: Path) -> None:
+    """Gives a head the weights of a checkpoint."""
+    weights = load_file(folder / "model.safetensors")
+    head.load_state_dict({name: x.float() for name, x in weights.items()})
 
 
 def load_demo(device: str) -> Any:
@@ -317,9 +328,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Prints what share of drafts is right."""
     demo = load_demo("cuda" if torch.cuda.is_available() else "cpu")
     head = Head(demo).to(demo.device)
-    head.load_state_dict(
-        {name: x.float() for name, x in load_file(arguments.model / "model.safetensors").items()}
-    )
+    load(head, arguments.model)
     print(json.dumps(acceptance(head, demo, arguments)))
 
 
@@ -329,6 +338,7 @@ def main() -> None:
     command = commands.add_parser("train", help="training, then acceptance on held-out text")
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--seconds", type=float, default=220, help="of training alone")
+    command.add_argument("--init", type=Path, help="a head to go on from")
     command.add_argument("--lr", type=float, default=3e-3)
     command.add_argument("--workers", type=int, default=14, help="processes that draw recall documents")
     command.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)

@@ -39,7 +39,7 @@ from nibble.models.hook import CONTEXT, attention_mask_for
 
 MIN_ROWS = 16
 """Rows that are computed at a time where no drafts are asked for."""
-LEAST_CHANCE = 0.3
+LEAST_CHANCE = 0.2
 """A draft ends where the chance that all of it is right has fallen below this, as far as the head knows: to verify one
 more token costs more than it brings."""
 NO_LIMIT = 1 << 62
