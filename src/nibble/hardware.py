@@ -18,6 +18,8 @@ from nibble.errors import ConfigError, unknown
 GIB = 1 << 30
 CPU_ARCH = 0
 """The `arch` of a machine without a CUDA GPU."""
+MACHINE_SHARE = "NIBBLE_MACHINE_SHARE"
+"""Variable of the environment: among how many processes like this one the machine's memory and CPUs are divided."""
 
 
 def format_bytes(size: int) -> str:
@@ -104,7 +106,13 @@ def _by_capability(name: str, arch: int) -> Hardware:
 def cpu() -> Hardware:
     """Return this machine's CPU, with the memory that this process may use: physical, or a container's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", CPU_ARCH, min(physical, _cgroup("memory.max") or physical), _free())
+    memory = min(physical, _cgroup("memory.max") or physical)
+    return Hardware("cpu", CPU_ARCH, memory // machine_share(), _free())
+
+
+def machine_share() -> int:
+    """Return among how many processes like this one the machine is divided: replicas of one server, 1 else."""
+    return max(1, int(os.environ.get(MACHINE_SHARE) or 1))
 
 
 def _free() -> int | None:
@@ -112,7 +120,8 @@ def _free() -> int | None:
     kib = next((x.split()[1] for x in read_lines("/proc/meminfo") if x.startswith("MemAvailable:")), None)
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     free = None if limit is None or used is None else max(limit - used, 0)
-    return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
+    sizes = [size for size in (1024 * int(kib) if kib else None, free) if size is not None]
+    return min(sizes) // machine_share() if sizes else None
 
 
 def _cgroup(name: str) -> int | None:
@@ -150,12 +159,27 @@ def may_have_gpu() -> bool:
     # Nothing is saved then, and torch knows better.
     if "torch" in sys.modules:
         return True
+    return _driver() is not None
+
+
+def _driver() -> ctypes.CDLL | None:
+    """Return NVIDIA's driver, None where there is none."""
     try:
         # torch itself loads the driver like this; without it there is no device to see.
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
-        return False
-    return True
+        return None
+
+
+def visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES may name, in its order, for each GPU that this process sees; without torch."""
+    driver, count = _driver(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(count.value))) if listed is None else listed.split(",")
+    # What follows the first name that the driver does not know is not seen.
+    return [name.strip() for name in names[: count.value]]
 
 
 def processor() -> str:

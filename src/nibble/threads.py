@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nibble.hardware import read_lines
+from nibble.hardware import machine_share, read_lines
 
 BYTES_PER_THREAD = 64 << 20
 """Weights that keep one thread busy for a step: below that, threads wait for one another longer than they compute."""
@@ -49,10 +49,10 @@ def limit_spinning() -> None:
 
 
 def usable_cpus() -> int:
-    """Return the CPUs that this process may use: its affinity, within the quota of its control group."""
+    """Return the CPUs that this process may use: its affinity, within its control group's quota, shared by replicas."""
     count = len(_affinity())
     quota = _quota()
-    return count if quota is None else max(1, min(count, int(quota)))
+    return max(1, (count if quota is None else max(1, min(count, int(quota)))) // machine_share())
 
 
 def useful_threads(weights: int) -> int:
@@ -117,6 +117,9 @@ def apply(requested: int | None, weights: int, meter: LoadMeter) -> str:
         requested = torch.get_num_threads()
     threads = requested or min(cpus, useful_threads(weights))
     others = meter.others(wait=requested is None and threads > 1)
+    if others is not None:
+        # The parts of the other replicas are not this process's to lose.
+        others = max(0.0, others - cpus * (machine_share() - 1))
     idle = idle_threads(threads, cpus, others)
     torch.set_num_threads(requested or idle)
     if others is None or cpus - others + NOISE >= threads:

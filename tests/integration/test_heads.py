@@ -24,7 +24,7 @@ from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import draft_head
 from nibble.engine.draft_head import DraftHead
-from nibble.engine.model_runner import Graphs
+from nibble.engine.graphs import Graphs
 from nibble.engine.speculation_plan import head_layers
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
@@ -191,10 +191,12 @@ def _no_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _next_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states of the layers behind those that are asked for."""
-    from nibble.engine import build
+    from nibble.engine import head_start
 
-    layers = build.head_layers
-    monkeypatch.setattr(build, "head_layers", lambda *args: tuple(layer + 1 for layer in layers(*args) or ()))
+    layers = head_start.head_layers
+    monkeypatch.setattr(
+        head_start, "head_layers", lambda *args: tuple(layer + 1 for layer in layers(*args) or ())
+    )
 
 
 def _plain_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from nibble import formats
 ROOT = Path(nibble.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
-    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
+    "ray", "cli", "server", "evals", "transformers", "routing", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
-BASE = {"model_spec", "hardware", "config", "drafts", "options", "files", "threads", "errors"}
+BASE = {"model_spec", "hardware", "config", "drafts", "quality", "options", "files", "threads", "errors"}
 TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
-    "cache/lease", "cache/snapshots", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
+    "cache/lease", "cache/snapshots", "cache/events", "engine/kv_events", "routing/router", "routing/subscriber", "ray/options", "ray/choice", "ray/client", "ray/engine", "ray/front", "ray/app", "ray/router", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
     "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "kernels/weight_formats", "kernels/state_formats", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "engine/speculative", "engine/speculation_plan", "engine/drafters/base", "engine/drafters/lookup", "models/observations", "cli/plan",
 )  # fmt: skip
@@ -37,6 +37,12 @@ BOOKS = (
     "nibble.kernels",
     "nibble.kernels.state_formats",
     "nibble.cache.manager",
+    "nibble.routing.subscriber",
+    "nibble.routing.router",
+    "nibble.ray.options",
+    "nibble.ray.choice",
+    "nibble.ray.client",
+    "nibble.ray.engine",
     "nibble.engine.scheduler",
     "nibble.engine.request",
     "nibble.config",
@@ -55,6 +61,7 @@ FOREIGN = {
     "opentelemetry": {"server/tracing"},
     "guidellm": {"cli/bench"},
     "lm_eval": {"evals/tasks", "evals/lm_eval_model"},
+    "ray": {"ray/app", "ray/router"},
 }
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization", "models/online",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from nibble.cache.exact_window import ExactWindow, WindowBooks, WindowStats
 from nibble.cache.lease import Lease, Place
-from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
+from nibble.cache.radix_cache import Key, Observer, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.cache.states import StateBooks, StateSlots, StateStats
 from nibble.drafts import MAX_DRAFTS
@@ -121,6 +121,11 @@ class CacheManager:
     def keeps_snapshots(self) -> bool:
         """Return whether a prefix goes on from a snapshot: of the newest tokens, of recurrent states, or of both."""
         return self._window is not None or self._states is not None
+
+    def observe(self, observer: Observer) -> None:
+        """Tell what happens to the prefix cache from now on, which is emptied first."""
+        self.clear()
+        self._radix.observer = observer
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
+from typing import Protocol
 
 from nibble.errors import OutOfPages
 
@@ -112,6 +113,22 @@ class PageAllocator:
         assert set(self._free) == unused, "free list is off"
 
 
+class Observer(Protocol):
+    """Is told what happens to the tree (cache/events.py)."""
+
+    def stored(self, parent: Node, page_tokens: Sequence[int], packed_tokens: bytes, page: int) -> None:
+        """Note a page that entered the tree, below `parent`."""
+        ...
+
+    def removed(self, page: int) -> None:
+        """Note a page that left the tree."""
+        ...
+
+    def cleared(self) -> None:
+        """Note that all pages left the tree."""
+        ...
+
+
 class RadixCache:
     """Full pages by their tokens and all tokens before them. The tree itself is one user of its pages.
 
@@ -129,6 +146,7 @@ class RadixCache:
         "_page_size",
         "_page_tokens",
         "_pages_by_key",
+        "observer",
     )
 
     def __init__(
@@ -141,6 +159,7 @@ class RadixCache:
         self._pages_by_key: dict[Key, int] = {}
         self._keys_by_page: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self.observer: Observer | None = None
 
     def __len__(self) -> int:
         return len(self._keys_by_page)
@@ -199,6 +218,8 @@ class RadixCache:
             self._keys_by_page[page] = key
             # The tree is a user of its own, so the page outlives its request.
             self._allocator.retain((page,))
+            if self.observer:
+                self.observer.stored(parent, page_tokens, key[: self._page_tokens.size], page)
         return owner
 
     def retain(self, pages: Sequence[int]) -> None:
@@ -230,6 +251,8 @@ class RadixCache:
             del self._pages_by_key[self._keys_by_page.pop(page)]
             if self._on_evict:
                 self._on_evict(page)
+            if self.observer:
+                self.observer.removed(page)
         self._allocator.release(evicted)
         return len(evicted)
 
@@ -238,6 +261,8 @@ class RadixCache:
         self._allocator.release(self._keys_by_page)
         for book in (self._pages_by_key, self._keys_by_page, self._idle):
             book.clear()
+        if self.observer:
+            self.observer.cleared()
 
     def is_path(self, namespace: str, pages: Sequence[int]) -> bool:
         """Return whether `pages` lead down the tree from the root of `namespace`."""

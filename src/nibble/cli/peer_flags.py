@@ -13,18 +13,21 @@ from typing import Any
 from nibble.cli import peer_drafts
 from nibble.errors import ConfigError
 
-ONE_GPU = "one process serves one GPU; start a server for each, or use a scheme of fewer bytes or a smaller checkpoint"
+ONE_GPU = (
+    "GPUs of a host share each layer (--tp), or have a server each; a scheme of fewer bytes saves some, too"
+)
 PARALLEL = {
-    **dict.fromkeys(
-        ("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "tensor parallelism is not served"
-    ),
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size"), "pipeline parallelism is not served"
     ),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), "data parallelism is not served"),
     **dict.fromkeys(("--expert-parallel-size", "--ep", "--ep-size"), "expert parallelism is not served"),
 }
 """Flags of how many GPUs share the work -> why more than one is refused."""
+EVENTS_CONFIG = "--kv-events-config"
+EVENTS = {"endpoint": "--kv-events", "replay_endpoint": "--kv-events-replay", "topic": "--kv-events-topic"}
+"""Settings of `--kv-events-config` -> our options."""
+DEFAULT_ENDPOINT = "tcp://*:5557"
+"""Where vLLM and SGLang publish."""
 DEQUANTISED = "--prefill-kv-cache-dequant-dtype"
 HISPARSE, HISPARSE_CONFIG = "--enable-hisparse", "--hisparse-config"
 SETTINGS = {"device_buffer_size": "buffer", "host_memory": "host_memory", "host_format": "host_format"}
@@ -57,12 +60,14 @@ def translate(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = argument.partition("=")
         if flag in ANSWERS:
             raise ConfigError(f"{flag} has no counterpart here: {ANSWERS[flag]}")
-        if flag in (*PARALLEL, DEQUANTISED, HISPARSE_CONFIG, *peer_drafts.FLAGS):
+        if flag in (*PARALLEL, DEQUANTISED, HISPARSE_CONFIG, EVENTS_CONFIG, *peer_drafts.FLAGS):
             value = value if equals else next(queue, "")
             if flag in peer_drafts.FLAGS:
                 drafts[flag] = value
+            elif flag == EVENTS_CONFIG:
+                rest += _events(_settings(flag, value))
             elif flag == HISPARSE_CONFIG:
-                tier = {**(tier or {}), **_settings(value)}
+                tier = {**(tier or {}), **_settings(flag, value)}
             else:
                 _check_usual(flag, value)
         elif flag == HISPARSE:
@@ -85,17 +90,42 @@ def _check_usual(flag: str, value: str) -> None:
         )
 
 
-def _settings(text: str) -> Mapping[str, Any]:
-    """Return the settings of `--hisparse-config`; raise ConfigError where they are no JSON object."""
+EXAMPLES = {
+    HISPARSE_CONFIG: '{"device_buffer_size": 4096}',
+    EVENTS_CONFIG: '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+}
+
+
+def _settings(flag: str, text: str) -> Mapping[str, Any]:
+    """Return the settings of a flag that has them as JSON; raise ConfigError where they are no object."""
     try:
         settings = json.loads(text)
     except ValueError:
         settings = None
     if not isinstance(settings, dict):
-        raise ConfigError(
-            f"{HISPARSE_CONFIG} must be a JSON object, as '{{\"device_buffer_size\": 4096}}', not {text!r}"
-        )
+        raise ConfigError(f"{flag} must be a JSON object, as '{EXAMPLES[flag]}', not {text!r}")
     return settings
+
+
+def _events(settings: Mapping[str, Any]) -> list[str]:
+    """Return our options for the settings of `--kv-events-config`; raise ConfigError for one without a counterpart.
+
+    vLLM publishes where `enable_kv_cache_events` is true, SGLang where `publisher` is zmq.
+    """
+    switches = {"enable_kv_cache_events", "publisher"}
+    if unknown_names := sorted(settings.keys() - EVENTS.keys() - switches):
+        raise ConfigError(
+            f"{EVENTS_CONFIG} {', '.join(unknown_names)}: there is no such setting here, leave it out; there are "
+            f"{', '.join([*EVENTS, *sorted(switches)])}"
+        )
+    publisher = settings.get("publisher")
+    if publisher not in (None, "zmq", "null"):
+        raise ConfigError(f"{EVENTS_CONFIG} publisher is zmq or null, not {publisher!r}")
+    is_on = settings.get("enable_kv_cache_events", publisher == "zmq")
+    if not is_on or publisher == "null":
+        return []
+    values = {"endpoint": DEFAULT_ENDPOINT, **settings}
+    return [text for name, flag in EVENTS.items() if values.get(name) for text in (flag, str(values[name]))]
 
 
 def _hisparse(settings: Mapping[str, Any]) -> list[str]:

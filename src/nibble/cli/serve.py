@@ -16,6 +16,7 @@ from nibble.cli.command import JsonOption, Options, code_of, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries
 from nibble.config import Config
 from nibble.server.listen import check_tls, listen
+from nibble.server.replicas import environments
 from nibble.server.settings import Settings
 
 FLAG_ALIASES = {
@@ -37,8 +38,15 @@ FLAG_ALIASES = {
     "--tool-call-parser": "--tool-format",  # vLLM, SGLang
     "--enable-auto-tool-choice": "",  # vLLM; always so
     "--scheduling-policy": "--scheduling",  # vLLM
+    "--tensor-parallel-size": "--tp",  # vLLM, SGLang
+    "-tp": "--tp",  # vLLM
+    "--tp-size": "--tp",  # SGLang
     "--enable-log-requests": "--log-requests",  # vLLM
     "--disable-log-requests": "--no-log-requests",  # vLLM
+    "--data-parallel-size": "--replicas",  # vLLM, SGLang
+    "-dp": "--replicas",  # vLLM
+    "--dp": "--replicas",  # SGLang
+    "--dp-size": "--replicas",  # SGLang
 }
 """Flags of other servers, and ours that mean the same (not nearly the same); docs/migrating.md shows them."""
 VALUE_ALIASES = {
@@ -118,6 +126,7 @@ def serve(
         nibble serve demo --kv-format nvfp4
         nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
         nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000
+        nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --replicas 8 --kv-events tcp://*:5557
     """
     served = Config(model=model, **config)
     server_settings = Settings(**settings)
@@ -126,6 +135,10 @@ def serve(
         server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet_libraries(model)
     check_tls(server_settings)
+    if server_settings.kv_events and not served.prefix_cache:
+        raise errors.ConfigError("kv_events tell of the prefix cache, which --no-prefix-cache turns off")
+    if server_settings.replicas > 1:
+        environments(served.device, server_settings.replicas)  # raises where there are too few GPUs
     # Before seconds of imports.
     sockets = listen(server_settings)
     from nibble.models.hub import locate, pinned

@@ -5,9 +5,11 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -28,25 +30,20 @@ from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
 from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
-from nibble.engine import certificate_lookup
-from nibble.engine.calibration import (
-    CALIBRATION_TOKENS,
-    builtin_texts,
-    measure_scales,
-    start_tokens,
-    tokens_of_start,
-)
+from nibble.engine import certificate_lookup, head_start
+from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.engine.ranks import Rank, Ranks, Start
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
-from nibble.engine.speculation_plan import head_layers, speculation
+from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
@@ -54,15 +51,15 @@ from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
-from nibble.models import compile_cache, invariant, taps
+from nibble.models import compile_cache, invariant, parallel
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
-from nibble.models.equivalence import layer_list
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
 from nibble.models.hub import has_tokenizer, local_folder, locate, pinned, split_head
 from nibble.models.observe import context_limits
+from nibble.models.parallel_layers import drop_repeated_biases, join
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter
@@ -84,6 +81,8 @@ class EngineParts:
     texts: Sequence[str] | None = None
     """Texts to measure KV scales with; None: `scales` are the scales."""
     scales: KVScales = kv_scales.NONE
+    target: Engine | None = None
+    """Of the model that a head drafts for, where this is one."""
 
 
 def plan_parts(
@@ -110,9 +109,8 @@ def plan_parts(
         # KV scales that it brings have a say in the transforms.
         engine_plan = _runnable(plan_engine(config))
     defaults = sampling_defaults(model, config.generation_config)
-    tokenizer = (
-        target.tokenizer if target else tokenizer_of(model, config.chat_template, config.trust_remote_code)
-    )
+    own_tokenizer = partial(tokenizer_of, model, config.chat_template, config.trust_remote_code)
+    tokenizer = target.tokenizer if target else own_tokenizer()
     _check_tokenizers(engine_plan, tokenizer)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
     scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
@@ -121,11 +119,11 @@ def plan_parts(
         download(model)
     certificate_lookup.require(engine_plan, scales)
     if scales is not None:
-        return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales)
+        return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales, target=target)
     if tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
     texts = builtin_texts() if calibrate is None else calibrate
-    return EngineParts(engine_plan, tokenizer, defaults, source, texts)
+    return EngineParts(engine_plan, tokenizer, defaults, source, texts, target=target)
 
 
 def _check_tokenizers(engine_plan: EnginePlan, tokenizer: Tokenizer | None) -> None:
@@ -202,7 +200,38 @@ def build(
     startup = StartupReport()
     with startup.part("plan"):
         parts = plan_parts(config, calibrate, target)
-    engine_plan = parts.plan
+    build_parts = partial(_build, parts, startup, meter, poison=poison, test=test)
+    if config.tp == 1:
+        return build_parts(None), parts.plan
+    if not parts.plan.hardware.is_cpu and config.tp > torch.cuda.device_count():
+        raise ConfigError(
+            f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
+        )
+    ranks = Ranks(config.tp, parts.plan.hardware.device)
+    try:
+        return build_parts(ranks), parts.plan
+    except Exception as error:
+        reason = ranks.explained(error)
+        if reason is error:
+            raise
+        raise reason from error
+    finally:
+        # None is left of a start that failed.
+        if not ranks.is_serving:
+            ranks.close()
+
+
+def _build(
+    parts: EngineParts,
+    startup: StartupReport,
+    meter: LoadMeter,
+    ranks: Ranks | None,
+    *,
+    poison: bool,
+    test: bool,
+) -> Engine:
+    """Return a running engine; see build()."""
+    engine_plan, config = parts.plan, parts.plan.config
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
@@ -211,7 +240,8 @@ def build(
         if config.compile:
             with startup.part("compiler"):
                 compile_cache.warm_compiler()
-    model, scales = _load(parts, startup, meter, target)
+    here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
+    model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
@@ -224,22 +254,83 @@ def build(
         tier = _tier(engine_plan, pool, scales)
         states = _state_pool(engine_plan, poison)
     engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact, states)
+    engine.ranks = engine.runner.followers = ranks
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)
     warm_up(engine.runner, config, budget, startup, engine.scheduler.limit, test=test)
     engine.runner.error_monitor = error_monitor
     startup.notes += staging_warnings(plan, budget.context)
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
-    _add_drafts(engine_plan, engine, test=test)
-    return engine, engine_plan
-
-
-def _add_drafts(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> None:
-    """Let somebody draft, where the config asks for it."""
     drafter = _draft_model(engine_plan, engine, test=test)
-    engine.speculation = speculation(engine_plan.config, engine_plan.hardware, engine.vocab_size, *drafter)
+    engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
     if engine.speculation and (head := engine.speculation.head):
         engine.scheduler.reusable = lambda request: min(request.num_reusable_tokens, head.reusable(request))
+    if ranks:
+        ranks.serve()
+    return engine
+
+
+def _start_message(parts: EngineParts, poison: bool, port: int) -> Start:
+    """Return what the other ranks need to do as this one does."""
+    config, is_cpu = parts.plan.config, parts.plan.hardware.is_cpu
+    # They share the CPUs of this machine.
+    threads = max(1, (config.threads or torch.get_num_threads()) // config.tp) if is_cpu else None
+    if threads:
+        torch.set_num_threads(threads)
+    return Start(parts.plan, _prompts(parts), _most_tokens(parts), parts.scales, port, threads, poison)
+
+
+def follow(start: Start, rank: Rank) -> ModelRunner:
+    """Return the runner of a rank other than 0: what build() makes, over its part of the model."""
+    engine_plan = start.engine_plan
+    if not engine_plan.hardware.is_cpu:
+        compile_cache.use_cache_folder()
+    model = _divided_model(engine_plan, rank)
+    scales = start.scales
+    if start.prompts is not None:
+        scales = _measure(engine_plan, model, start.prompts, start.most_tokens, rank)
+    scales = kv_scales.part(
+        scales, engine_plan.plan.layout, engine_plan.model_spec.kv_heads, *astuple(rank.shard)
+    )
+    budget, config, hardware = engine_plan.budget, engine_plan.config, engine_plan.hardware
+    with explain_out_of_memory(budget):
+        exact = _exact_cache(engine_plan, start.poison)
+        pool = PagedPool(
+            engine_plan.plan.layout, budget.pages, scales, hardware.device, poison=start.poison,
+            exact=exact.pool if exact else None,
+        )  # fmt: skip
+        states = _state_pool(engine_plan, start.poison)
+    tables = PageTables(
+        config.max_running + 1, budget.table_width, hardware.device, exact.empty_page if exact else None,
+        states is not None,
+    )  # fmt: skip
+    run, plan = _forward(config, hardware, model), engine_plan.plan
+    return ModelRunner(model, plan, pool, adapters(plan), tables, run, exact=exact, states=states)
+
+
+def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
+    """Load and prepare a rank's part of the model."""
+    config, spec, weights = engine_plan.config, engine_plan.model_spec, engine_plan.weights
+    whole = load_config(config.model, config.index_topk, trust_remote_code=config.trust_remote_code)
+    part = parallel.divide(whole, config.tp).config
+    division = parallel.Division(whole, part, rank.shard)
+    model: Any = load(
+        part, spec, engine_plan.plan.dtype, rank.device,
+        handling=weights.handling if weights else Handling.UNPACKED, activations=engine_plan.activations,
+        division=division,
+    )  # fmt: skip
+    drop_repeated_biases(model, division.layout, rank.shard)
+    # Of the vocabulary, the part that this rank has.
+    own = replace(spec, vocab_size=part.get_text_config().vocab_size)
+    # Rank 0 before the others, which then find its trials of kernels and compute as it does.
+    if rank.shard.rank and model.device.type == "cuda":
+        rank.group.barrier()
+    prepare_model(model, own, deterministic=config.deterministic)
+    if not rank.shard.rank and model.device.type == "cuda":
+        rank.group.barrier()
+    join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
+    joined: nn.Module = model
+    return joined
 
 
 def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
@@ -259,11 +350,14 @@ def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tupl
 
 
 def _load(
-    parts: EngineParts, startup: StartupReport, meter: LoadMeter, target: Engine | None
+    parts: EngineParts, startup: StartupReport, meter: LoadMeter, rank: Rank | None
 ) -> tuple[nn.Module, KVScales]:
     """Load the weights, choose the threads, and measure KV scales where there are texts for it."""
     engine_plan, config = parts.plan, parts.plan.config
     dtype, device = engine_plan.plan.dtype, engine_plan.hardware.device
+    if rank:
+        with startup.part("weights"):
+            return _with_scales(parts, startup, _divided_model(engine_plan, rank), rank)
     with startup.part("weights"):
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
@@ -275,51 +369,68 @@ def _load(
             activations=engine_plan.activations,
         )  # fmt: skip
     with startup.part("preparation"):
-        if target:
-            cast(Any, model).share(target.runner.model)
+        if parts.target:
+            cast(Any, model).share(parts.target.runner.model)
         prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
-        if engine_plan.draft and split_head(engine_plan.draft.model)[0]:
-            layers = head_layers(engine_plan.draft, engine_plan.model_spec)
-            taps.attach(model, *layer_list(model, engine_plan.model_spec), layers)
+        head_start.let_read(model, engine_plan)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
-    if parts.texts is None:
-        startup.kv_scales = parts.source.summary(config.model)
-        startup.notes += parts.scales.notes
-        return model, parts.scales
-    with startup.part("calibration"):
-        scales = _measure(parts, model, target)
-    startup.kv_scales = parts.source.report(config.model, scales, startup.seconds["calibration"])
+    return _with_scales(parts, startup, model, None)
+
+
+def _with_scales(
+    parts: EngineParts, startup: StartupReport, model: nn.Module, rank: Rank | None
+) -> tuple[nn.Module, KVScales]:
+    """Return a model with its KV scales; of a rank, those of its heads."""
+    engine_plan, scales, prompts = parts.plan, parts.scales, _prompts(parts)
+    if prompts is None:
+        startup.kv_scales = parts.source.summary(engine_plan.config.model)
+    else:
+        start = perf_counter()
+        if parts.target:
+            prompts = [head_start.calibration_prompt(model, parts.target, prompts[0])]
+        scales = _measure(engine_plan, model, prompts, _most_tokens(parts), rank)
+        seconds = startup.seconds["calibration"] = perf_counter() - start
+        startup.kv_scales = parts.source.report(engine_plan.config.model, scales, seconds)
     startup.notes += scales.notes
+    if rank:
+        spec, layout = engine_plan.model_spec, engine_plan.plan.layout
+        scales = kv_scales.part(scales, layout, spec.kv_heads, *astuple(rank.shard))
     return model, scales
 
 
-def _measure(parts: EngineParts, model: nn.Module, target: Engine | None) -> KVScales:
-    engine_plan = parts.plan
-    assert parts.texts is not None and parts.tokenizer is not None
-    prompts: list[Sequence[int]] = [parts.tokenizer.encode(text) for text in parts.texts]
-    most = CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(engine_plan)
-    if target:
-        most = start_tokens(engine_plan.hardware.device)
-        prompts = [_head_prompt(model, target, prompts[0][: most + 1])]
-    scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens, most)
+def _prompts(parts: EngineParts) -> list[list[int]] | None:
+    """Return the token ids that KV scales are measured on, if they are."""
+    if parts.texts is None:
+        return None
+    assert parts.tokenizer is not None
+    return [parts.tokenizer.encode(text) for text in parts.texts]
+
+
+def _most_tokens(parts: EngineParts) -> int:
+    return CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(parts.plan)
+
+
+def _measure(
+    engine_plan: EnginePlan, model: nn.Module, prompts: Sequence[Sequence[int]], most: int, rank: Rank | None
+) -> KVScales:
+    step_tokens, spec = engine_plan.budget.step_tokens, engine_plan.model_spec
+    all_heads = partial(_all_heads, rank, spec.kv_heads) if rank else lambda _, x_THD: x_THD
+    scales = measure_scales(engine_plan, model, prompts, step_tokens, most, all_heads)
     for store in engine_plan.plan.stores:
-        kv_scales.require(store, scales)
+        own = kv_scales.part(scales, store, spec.kv_heads, *astuple(rank.shard)) if rank else scales
+        kv_scales.require(store, own)
     return scales
 
 
-def _head_prompt(head: Any, target: Engine, ids: Sequence[int]) -> Sequence[int]:
-    """Return the tokens that a head reads of a text, and give it the model's hidden states of the text."""
-    ids = ids[: min(target.scheduler.limit, head.config.max_position_embeddings)]
-    states = list[Tensor]()
-
-    def keep(logits: Tensor) -> None:
-        assert target.runner.hidden_states is not None
-        states.append(head.combine(target.runner.hidden_states))
-
-    run_prompt(target.runner, target.scheduler.manager, ids, CHUNK, keep)
-    head.example_states = torch.cat(states)
-    return ids[1:]
+def _all_heads(rank: Rank, kv_heads: Sequence[int], layer: int, x_THD: Tensor) -> Tensor:
+    """Return the values of all heads of a layer, of which this rank has some."""
+    own, whole = x_THD.shape[1], kv_heads[layer]
+    if own == whole:
+        return x_THD
+    gathered_THD = rank.group.all_gather(x_THD.contiguous()).transpose(0, 1).flatten(1, 2)
+    # Of a head that several ranks keep, one.
+    return gathered_THD[:, :: gathered_THD.shape[1] // whole] if own == 1 else gathered_THD
 
 
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
@@ -409,9 +520,7 @@ def _engine(
     tables = PageTables(
         config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
-    run: Forward | None = (
-        HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
-    )
+    run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
@@ -463,13 +572,7 @@ def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(eos_ids)
 
 
-def run_prompt(
-    runner: ModelRunner,
-    manager: CacheManager,
-    ids: Sequence[int],
-    chunk: int,
-    on_chunk: Callable[[Tensor], None] | None = None,
-) -> list[Tensor]:
+def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:
@@ -477,7 +580,6 @@ def run_prompt(
         manager: of the runner's pool, with room for all tokens.
         ids: the prompt.
         chunk: most tokens of a step, of which CHUNK at most are used.
-        on_chunk: takes the logits of each chunk, which are not returned then.
     """
     # The logits of all tokens of a step are computed at once.
     chunk = min(chunk, CHUNK)
@@ -491,11 +593,7 @@ def run_prompt(
             # With a host tier every chunk attends over tokens that have been there.
             manager.round_trip(request.lease)
             item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
-            of_chunk = runner.forward(Batch((item,)), every=True)
-            if on_chunk:
-                on_chunk(of_chunk)
-            else:
-                logits.append(of_chunk)
+            logits.append(runner.forward(Batch((item,)), every=True))
             manager.commit(request.lease, request.token_ids, item.end)
     finally:
         manager.release(request.lease)

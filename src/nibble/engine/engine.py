@@ -20,9 +20,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner
+from nibble.engine.ranks import Ranks
 from nibble.engine.request import (
     Batch,
     Logprob,
@@ -37,7 +39,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculative import Speculation, accepted_run
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from nibble.errors import RequestError
+from nibble.errors import RankError, RequestError
 from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
 
@@ -150,6 +152,10 @@ class Engine:
     """What callers take for what a request leaves out."""
     speculation: Speculation | None = None
     """Who drafts tokens, if anybody does."""
+    ranks: Ranks | None = None
+    """The other processes, where the model is divided among GPUs."""
+    cache_events: CacheEvents | None = field(default=None, init=False)
+    """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
@@ -183,6 +189,8 @@ class Engine:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
+        if self.ranks:
+            self.ranks.check()
         prompt = truncated(prompt, params.truncate_prompt_tokens, self.scheduler.limit - params.max_tokens)
         self.check(prompt, params, answer=params.max_tokens > 0)
         bad_words = self.tokenizer.token_sequences(params.bad_words) if self.tokenizer else ()
@@ -244,12 +252,31 @@ class Engine:
                 )
             # The prefix cache's pages count too: the caller may need all of them.
             self.scheduler.manager.clear()
+            self._flush_events()
             yield
+            self._flush_events()
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Requests that run keep their pages, which are free once they end."""
         with self._lock:
             self.scheduler.manager.clear()
+            self._flush_events()
+
+    def observe_cache(self, sink: Sink) -> None:
+        """Hand what happens to the prefix cache to `sink` after each step; the cache is emptied first."""
+        with self._lock:
+            if self.cache_events is None:
+                manager = self.scheduler.manager
+                self.cache_events = CacheEvents(self.namespace, manager.page_size)
+                manager.observe(self.cache_events)
+            else:
+                self.scheduler.manager.clear()
+                self._flush_events()
+            self.cache_events.sinks.append(sink)
+
+    def _flush_events(self) -> None:
+        if self.cache_events:
+            self.cache_events.flush()
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End `requests`, whatever their state; their pages are free at once."""
@@ -268,6 +295,8 @@ class Engine:
             self.fail(CLOSED)
             vars(self.runner).clear()
             self.speculation = None
+            if self.ranks:
+                self.ranks.close()
 
     def fail(self, error: str) -> None:
         """End all requests with an error."""
@@ -295,6 +324,7 @@ class Engine:
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
+            self._flush_events()
 
     def _waits(self) -> bool:
         """Return whether what the steps in flight sample must be on the host before the next one is scheduled."""
@@ -356,12 +386,20 @@ class Engine:
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
-            self._fail_batch(batch, error)
+            self._fail_batch(batch, self._explained(error))
             return False
         # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
         self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
         return True
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what an error of a step comes from; all requests end where a rank has failed."""
+        if self.ranks:
+            error = self.ranks.explained(error)
+            if isinstance(error, RankError):
+                self.fail(f"{type(error).__name__}: {error}")
+        return error
 
     def _sample(self, logits_SV: Tensor, rows: Sequence[tuple[ScheduledRequest, int]]) -> SampledTokens:
         """Sample a token for each row: of an item, after so many of its drafts."""
@@ -388,7 +426,7 @@ class Engine:
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
-                self._fail_batch(step.batch, error)
+                self._fail_batch(step.batch, self._explained(error))
             else:
                 self._in_flight.popleft()
                 self._commit(step.batch, tokens, _by_request(step.batch, prompt_logprobs))

@@ -37,6 +37,11 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
         raise ConfigError(
             f"--speculative {config.speculative}: {info.name} has no cache; write it as {info.name}"
         )
+    if info.is_head and config.tp > 1:
+        raise ConfigError(
+            f"--speculative {config.speculative} and --tp {config.tp} cannot be combined yet: a head reads the "
+            "hidden states of a model on one GPU; leave one of them out, or use --speculative lookup"
+        )
     if config.offload:
         raise ConfigError(
             "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "
@@ -46,11 +51,6 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
         raise ConfigError(
             "--speculative and --deterministic cannot be combined on a GPU: a step that verifies drafts computes in "
             "another order than one that decodes; leave one of them out"
-        )
-    if model_spec.states and not hardware.is_cpu:
-        raise ConfigError(
-            f"{model_spec.family} has layers that keep a recurrent state, and drafts over those are computed on CPUs "
-            "only: leave --speculative out, or --device cpu"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from nibble.engine.tokenizer import Detokenizer, Tokenizer
 from nibble.errors import PromptTooLong, RequestError
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server import chat_format, middleware, protocol, streaming
-from nibble.server.engine_client import EngineClient, EngineDiedError, State
+from nibble.server.engine_client import EngineClient, EngineDiedError, State, engines_of
 from nibble.server.messages_api import CountTokensRequest, MessagesRequest
 from nibble.server.messages_writer import MessagesWriter
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
@@ -94,17 +94,33 @@ class Api:
         """Return how the KV cache is filled."""
         if self.client.state is not State.READY:
             raise EngineDiedError(f"the engine is {self.client.state}: there is no cache at the moment")
-        return cache_view(self.client.stats, self._ready().about)
+        view = cache_view(self.client.stats, self._ready().about)
+        engines = engines_of(self.client)
+        if len(engines) > 1:
+            view["replicas"] = [
+                {"state": one.state.value, **cache_view(one.stats, one.ready.about if one.ready else {})}
+                for one in engines
+            ]
+        return view
 
     async def health(self) -> JSONResponse:
         """Return whether the engine serves, by the status too, and how busy it is."""
         state, stats = self.client.state, self.client.stats
-        body = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
+        body: dict[str, Any] = {
+            "status": state.value,
+            "version": nibble.__version__,
+            "restarts": self.client.restarts,
+        }
         if warning := fidelity_warning(stats):
             body["warning"] = warning
         body["open"] = self.limiter.num_open
-        for name, key in (("running", "running"), ("waiting", "waiting"), ("held_pages", "cache_in_use")):
-            body[name] = int(stats.get(key, 0))
+        body |= _busyness(stats)
+        engines = engines_of(self.client)
+        if len(engines) > 1:
+            body["replicas"] = [
+                {"status": one.state.value, "restarts": one.restarts, **_busyness(one.stats)}
+                for one in engines
+            ]
         return JSONResponse(body, 200 if state is State.READY else 503)
 
     async def version(self) -> dict[str, str]:
@@ -442,6 +458,11 @@ class Api:
                     yield writer.fail(error)
 
         return StreamingResponse(encoded(), media_type="text/event-stream")
+
+
+def _busyness(stats: Mapping[str, float]) -> dict[str, int]:
+    names = (("running", "running"), ("waiting", "waiting"), ("held_pages", "cache_in_use"))
+    return {name: int(stats.get(key, 0)) for name, key in names}
 
 
 def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,9 +20,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 import zmq.asyncio
 
+from nibble.cache.events import KVEvent
 from nibble.config import Config
 from nibble.engine.request import Delta
 from nibble.errors import NibbleError, RequestError
@@ -32,6 +35,8 @@ from nibble.server.worker import GenerationRequest
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
+LAST_MESSAGES_S = 0.05
+"""Given to the last messages of a process that has ended to be read."""
 """Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
@@ -73,13 +78,25 @@ class Piece:
 class EngineClient(Protocol):
     """What the server needs of an engine."""
 
-    state: State
-    ready: wire.Ready | None
-    """What is served, once the engine has been ready."""
-    stats: Mapping[str, float]
-    """The engine's counts; empty while it does not serve."""
-    restarts: int
-    """How often the engine was started again."""
+    @property
+    def state(self) -> State:
+        """Whether it serves."""
+        ...
+
+    @property
+    def ready(self) -> wire.Ready | None:
+        """What is served, once the engine has been ready."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """The engine's counts; empty while it does not serve."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine was started again."""
+        ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come, at most one of each answer.
@@ -92,6 +109,12 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Let the engine forget all prefixes. Raises EngineDiedError."""
         ...
+
+
+def engines_of(client: EngineClient) -> Sequence[EngineClient]:
+    """Return the engines behind a client: its replicas, or the one that it is."""
+    replicas: Sequence[EngineClient] = getattr(client, "replicas", (client,))
+    return replicas
 
 
 class OutputQueue:
@@ -147,10 +170,27 @@ class ProcessClient:
         config: of the engine.
         restart: start it again when it dies; else it stays dead.
         log_format: of what the process logs itself.
+        place: what the process is told beside its config.
+        environment: variables of the process, beside the server's.
+        label: names it in the log, where there are several.
     """
 
-    def __init__(self, config: Config, *, restart: bool = True, log_format: str = "text") -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        restart: bool = True,
+        log_format: str = "text",
+        place: wire.Place | None = None,
+        environment: Mapping[str, str] | None = None,
+        label: Mapping[str, Any] | None = None,
+    ) -> None:
         self._config, self._restart, self._log_format = config, restart, log_format
+        self._place, self._environment, self._label = place, environment or {}, label or {}
+        self.on_state: Callable[[State], None] = lambda _: None
+        """Called in the event loop when the engine comes to serve, and when it does so no more."""
+        self.on_cache: Callable[[Sequence[KVEvent]], None] = lambda _: None
+        """Called in the event loop with what happened to the prefix cache, where the place asks for it."""
         self._open: dict[int, OutputQueue] = {}
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._ids = count(1)
@@ -168,6 +208,8 @@ class ProcessClient:
         self.restarts = 0
         self._has_served = False
         """Whether the process of now came to serve."""
+        self._cause = ""
+        """Why it ended, by its own words."""
         self._ending, self._refusing = asyncio.Event(), False
 
     async def start(self) -> None:
@@ -252,7 +294,8 @@ class ProcessClient:
         for generation in count():
             served = await self._run(generation)
             self.stats = {}
-            error = EngineDiedError(PROCESS_ENDED)
+            self.on_state(State.STARTING)
+            error = EngineDiedError(f"{PROCESS_ENDED} ({self._cause})" if self._cause else PROCESS_ENDED)
             for queue in self._open.values():
                 queue.fail(error)
             for done in self._resets.values():
@@ -264,7 +307,9 @@ class ProcessClient:
                 break
             await self._set_state(State.STARTING)
             pause = FIRST_PAUSE_S if served else min(2 * pause, MAX_PAUSE_S)
-            log_event("engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause)
+            log_event(
+                "engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause, **self._label
+            )
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
                 break
@@ -278,7 +323,7 @@ class ProcessClient:
         # No bound: the server's limit of open requests is one.
         socket.linger = socket.sndhwm = 0
         socket.bind(address)
-        self._has_served = False
+        self._has_served, self._cause = False, ""
         process = self._process = await self._spawn(address)
         listener = asyncio.create_task(self._listen(socket, process))
         try:
@@ -290,8 +335,15 @@ class ProcessClient:
             # From now on, before anything is waited for: /health must not say that this engine serves.
             self.state = State.STARTING
             # The listener may still have the last messages to read.
-            await asyncio.sleep(0)
-            log_event("engine ended", code=process.returncode, open_requests=len(self._open))
+            await asyncio.sleep(LAST_MESSAGES_S)
+            facts: dict[str, Any] = {
+                "code": process.returncode,
+                "open_requests": len(self._open),
+                **self._label,
+            }
+            if self._cause:
+                facts["cause"] = self._cause
+            log_event("engine ended", **facts)
             return self._has_served
         finally:
             listener.cancel()
@@ -303,11 +355,16 @@ class ProcessClient:
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "nibble.server.worker", address, self._log_format]
+        if self._place:
+            command.append(msgspec.json.encode(self._place).decode())
         # In a session of its own: Ctrl-C is for the server, which lets requests end first.
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **self._environment},
         )
-        log_event("engine starts", model=self._config.model, pid=process.pid)
+        log_event("engine starts", model=self._config.model, pid=process.pid, **self._label)
         # stop() may have been called before there was a process to end.
         if self._ending.is_set():
             process.kill()
@@ -337,13 +394,16 @@ class ProcessClient:
                 done.set_result(None)
         elif isinstance(event, wire.Stats):
             self.stats = event.numbers
+        elif isinstance(event, wire.CacheChange):
+            self.on_cache(event.events)
         elif isinstance(event, wire.Ready):
             self.ready = event
-            _log_start(event)
+            _log_start(event, self._label)
             self._has_served = True
+            self.on_state(State.READY)
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
-            self._failure = event
+            self._failure, self._cause = event, event.error
 
     async def _set_state(self, state: State) -> None:
         async with self._state_changed:
@@ -351,9 +411,9 @@ class ProcessClient:
             self._state_changed.notify_all()
 
 
-def _log_start(ready: wire.Ready) -> None:
+def _log_start(ready: wire.Ready, label: Mapping[str, Any]) -> None:
     """Log what the engine serves with, and what users should know of it."""
-    log_event("engine ready", **plan_summary(ready.about))
+    log_event("engine ready", **plan_summary(ready.about), **label)
     defaults = ready.sampling_defaults
     if certificate := ready.about.get("certificate"):
         log_event("certificate", quality=certificate["line"])

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 import nibble
 from nibble.errors import NibbleError, RequestError
-from nibble.server.engine_client import EngineClient, Piece, State
+from nibble.server.engine_client import EngineClient, Piece, State, engines_of
 
 # Bounds of the histograms' buckets: vLLM's, and finer where small models are.
 FIRST_S = (
@@ -53,7 +53,7 @@ HISTOGRAMS = {
     "request_generation_tokens": ("Tokens of all answers of a request that ended.", TOKENS),
 }
 """Help and buckets, by name."""
-MODEL_LABEL = "model_name"
+MODEL_LABEL, REPLICA_LABEL = "model_name", "replica"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REASONS = ("stop", "length", "abort", "error")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -99,7 +99,7 @@ class Metrics:
         self._http = self._counter(
             "http_requests", "Exchanges by route and status.", "method", "path", "status"
         )
-        self._registry.register(EngineCollector(client, model))
+        self._registry.register(EnginesCollector(client, model))
         version = prometheus.Info("nibble:build", "The version, as a label.", registry=self._registry)
         version.info({"version": nibble.__version__})
         prometheus.ProcessCollector(registry=self._registry)
@@ -355,11 +355,36 @@ Samples = Mapping[Any, float]
 """Values of a metric, by the tuple of its labels' values, without the model's."""
 
 
-class EngineCollector(Collector):
-    """The engine's counts and those of its fidelity watch (engine/error_monitor.py), as it last sent them."""
+class EnginesCollector(Collector):
+    """The counts of all engines: of several, each sample has the number of its engine as label `replica`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
-        self._client, self._model = client, model
+        engines = engines_of(client)
+        labels = [{}] if len(engines) == 1 else [{REPLICA_LABEL: str(i)} for i in range(len(engines))]
+        self._collectors = [
+            EngineCollector(engine, {MODEL_LABEL: model, **label})
+            for engine, label in zip(engines, labels, strict=True)
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, each once, with the samples of all engines."""
+        metrics: dict[str, Metric] = {}
+        for metric in (metric for collector in self._collectors for metric in collector.collect()):
+            if (first := metrics.setdefault(metric.name, metric)) is not metric:
+                first.samples += metric.samples
+        yield from metrics.values()
+
+
+class EngineCollector(Collector):
+    """One engine's counts and those of its fidelity watch (engine/error_monitor.py), as it last sent them.
+
+    Args:
+        client: the engine.
+        labels: of all samples.
+    """
+
+    def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
+        self._client, self._labels = client, labels
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; gauges only while the engine serves: else they would look like its present state."""
@@ -411,9 +436,9 @@ class EngineCollector(Collector):
                 yield self._family(GaugeMetricFamily, f"kv_fidelity_{name}", doc, errors, "layer", "scheme")
 
     def _family(self, kind: Family, name: str, doc: str, samples: Samples, *labels: str) -> Metric:
-        family = kind(f"nibble:{name}", doc, labels=[MODEL_LABEL, *labels])
+        family = kind(f"nibble:{name}", doc, labels=[*self._labels, *labels])
         for values, value in samples.items():
-            family.add_metric([self._model, *values], value)
+            family.add_metric([*self._labels.values(), *values], value)
         return family
 
 

@@ -22,10 +22,11 @@ from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import WeightError
 from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
-from nibble.server.engine_client import EngineDiedError, ProcessClient
+from nibble.server.engine_client import EngineDiedError
 from nibble.server.listen import url_of
 from nibble.server.logging import configure, log_event
 from nibble.server.middleware import KEEP_ALIVE_S, HeadTimeoutProtocol
+from nibble.server.replicas import Client, environments, make_client
 from nibble.server.settings import Settings
 from nibble.server.tracing import tracer_to
 
@@ -72,7 +73,13 @@ async def _serve(
     ChatFormat(None, settings.tool_format, settings.reasoning_parser)
     tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     name = next(iter(settings.served_model_name), Path(config.model).name)
-    client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
+    client = make_client(
+        config,
+        environments(config.device, settings.replicas) if settings.replicas > 1 else [{}],
+        restart=settings.restart,
+        log_format=settings.log_format,
+        kv_events=settings.endpoints,
+    )
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task
     # Until the server listens, and handles signals itself.
@@ -100,7 +107,7 @@ async def _serve(
 
 async def _listen(
     app: FastAPI,
-    client: ProcessClient,
+    client: Client,
     start: asyncio.Task[None],
     settings: Settings,
     sockets: list[socket.socket],
@@ -162,7 +169,7 @@ class Server(uvicorn.Server):
         drain: seconds that they have.
     """
 
-    def __init__(self, config: uvicorn.Config, client: ProcessClient, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, client: Client, drain: float) -> None:
         super().__init__(config)
         self._client, self._drain = client, drain
 

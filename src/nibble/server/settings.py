@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nibble.config import option, parse_bytes
+from nibble.engine.kv_events import Endpoints, check_endpoint
 from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
@@ -59,6 +60,20 @@ class Settings:
     timeout: float | None = option(
         None, "Seconds after which a request ends with an error, unless it says less."
     )
+    replicas: int = option(
+        1,
+        "Engines behind this server, a GPU each (or a part of the CPU); a request goes where most of its prompt is "
+        "cached, as far as load allows (docs/replicas.md).",
+    )
+    kv_events: str | None = option(
+        None,
+        "Publish what enters and leaves the prefix cache, as vLLM does, for routers as llm-d's and Dynamo's: an "
+        "endpoint of ZeroMQ, as tcp://*:5557; replicas count ports up.",
+    )
+    kv_events_replay: str | None = option(
+        None, "Where subscribers of kv_events ask for what they missed, as tcp://*:5558."
+    )
+    kv_events_topic: str = option("", "Topic of kv_events.")
     restart: bool = option(True, "Start the engine's process again when it dies; else the server ends.")
     tool_format: str = option("auto", "Format of tool calls: auto (by the chat template), none, or a name.")
     reasoning_parser: str = option("auto", "Format of reasoning: auto (by the template), none, or a name.")
@@ -87,12 +102,39 @@ class Settings:
                 f"otlp_traces_endpoint must be a URL as http://localhost:4318/v1/traces, "
                 f"not {self.otlp_traces_endpoint!r}"
             )
+        self._check_replicas()
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout must be more than 0 seconds, not {self.timeout}")
         if not self.drain >= 0:
             raise ConfigError(f"drain must be at least 0 seconds, not {self.drain}")
+
+    def _check_replicas(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+        for name in ("kv_events", "kv_events_replay"):
+            if endpoint := getattr(self, name):
+                check_endpoint(name, endpoint)
+        if (self.kv_events_replay or self.kv_events_topic) and not self.kv_events:
+            raise ConfigError(
+                "kv_events_replay and kv_events_topic need kv_events, the endpoint that publishes"
+            )
+        if self.endpoints and self.replicas > 1:
+            ranks = [self.endpoints.of_rank(i) for i in range(self.replicas)]
+            addresses = [address for one in ranks for address in (one.events, one.replay) if address]
+            if len(set(addresses)) < len(addresses):
+                raise ConfigError(
+                    f"with {self.replicas} replicas the ports of kv_events and kv_events_replay overlap: let them be "
+                    f"{self.replicas} apart, or more"
+                )
+
+    @property
+    def endpoints(self) -> Endpoints | None:
+        """Where KV events are published, if they are."""
+        if self.kv_events is None:
+            return None
+        return Endpoints(self.kv_events, self.kv_events_replay, self.kv_events_topic)
 
     def _check_web(self) -> None:
         for origin in self.allowed_origins:

@@ -1,6 +1,6 @@
 """The engine's process, and the messages that it exchanges with the server.
 
-    python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
+    python -m nibble.server.worker ADDRESS LOG_FORMAT [PLACE] < config.json
 
 The process takes commands, steps, and sends what each step added in one message. It is never held up by tokenising,
 JSON or slow readers, and it ends with its parent. Messages are plain data, encoded by msgspec as MessagePack.
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from nibble.cache.events import BlockStored, KVEvent
 from nibble.config import SamplingParams
+from nibble.engine.kv_events import Endpoints, Publisher
 from nibble.engine.request import Delta
-from nibble.errors import NibbleError, RequestError, set_caller
+from nibble.errors import NibbleError, RankError, RequestError, set_caller
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
 
@@ -42,6 +44,17 @@ class GenerationRequest:
     """Only requests of the same salt share pages."""
     priority: int = 0
     """A lower one is served before."""
+
+
+class Place(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process is told beside its config."""
+
+    replica: int = 0
+    """Which of several engines of one server it is."""
+    forwards_events: bool = False
+    """Whether the server is sent what happens to the prefix cache."""
+    kv_events: Endpoints | None = None
+    """Where that is published."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -79,6 +92,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """For people and programs: the plan, where memory goes, how the start went."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """What requests get that leave it out."""
+    namespace: str = ""
+    """Of pages: their layout and scheme, and the version of their scales."""
+    page_size: int = 1
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +135,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     """By name, as the scheduler's metrics and the cache's have them."""
 
 
-Event = Ready | Failed | Refused | Pieces | PrefixCacheReset | Stats
+class CacheChange(msgspec.Struct, frozen=True, tag=True):
+    """Event: what a step did to the prefix cache, for the server's router; without tokens."""
+
+    events: list[KVEvent]
+
+
+Event = Ready | Failed | Refused | Pieces | PrefixCacheReset | Stats | CacheChange
 
 
 # Built once: decoders compile the types.
@@ -134,6 +156,8 @@ IDLE_MS = 200
 GRAMMAR_POLL_MS = 2
 """How long it waits for one while a grammar is prepared."""
 GRAMMAR_THREADS = 4
+RANK_GRACE_S = 0.4
+"""How long the engine's thread has to notice that a rank has failed."""
 
 
 class Worker:
@@ -157,9 +181,14 @@ class Worker:
         self._parent, self._stats_at = parent, 0.0
 
     def run(self) -> None:
-        """Serve until a Stop comes, or the parent is gone."""
+        """Serve until a Stop comes, or the parent is gone; raise RankError where a rank has failed."""
+        if ranks := self._engine.ranks:
+            ranks.on_failure = self._end_soon
         self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
+            if ranks and ranks.failure:
+                # Requests end as the server notices that this process has.
+                raise RankError(ranks.failure)
             for command in self._commands():
                 if isinstance(command, Stop):
                     return
@@ -173,6 +202,14 @@ class Worker:
             if time.monotonic() - self._stats_at > STATS_S:
                 self._stats_at = time.monotonic()
                 self._send(Stats(engine_stats(self._llm) | {"time": self._stats_at}))
+
+    def _end_soon(self, reason: str) -> None:
+        """End the process where the engine's thread does not: it may wait for a GPU that waits for the rank."""
+        time.sleep(RANK_GRACE_S)
+        # That thread is the only other one that sends, and waits.
+        self._send(Failed(reason, RankError.__name__))
+        time.sleep(RANK_GRACE_S / 4)
+        os._exit(1)
 
     def _commands(self) -> Iterator[Command]:
         """Yield commands that have come; an idle engine waits a little for the first."""
@@ -235,8 +272,16 @@ class Worker:
         except NibbleError as error:
             self._refuse(command, error)
 
+    def forward(self, events: Sequence[KVEvent]) -> None:
+        """Send the server what happened to the prefix cache (`Engine.observe_cache`), before the pieces of the step."""
+        self._send(CacheChange([_without_tokens(event) for event in events]))
+
     def _send(self, event: Event) -> None:
         self._socket.send(encode(event))
+
+
+def _without_tokens(event: KVEvent) -> KVEvent:
+    return msgspec.structs.replace(event, token_ids=[]) if isinstance(event, BlockStored) else event
 
 
 def ready_message(llm: LLM) -> Ready:
@@ -255,7 +300,10 @@ def ready_message(llm: LLM) -> Ready:
         "certificate": llm.certificate.summary() if llm.certificate else None,
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(scheduler.limit, llm.engine.vocab_size, plan, llm.engine.sampling_defaults)
+    engine, page_size = llm.engine, scheduler.manager.page_size
+    return Ready(
+        scheduler.limit, engine.vocab_size, plan, engine.sampling_defaults, engine.namespace, page_size
+    )
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
@@ -274,12 +322,13 @@ def engine_stats(llm: LLM) -> dict[str, float]:
     return stats | {name: value for part in parts if part for name, value in part.numbers().items()}
 
 
-def main(address: str, log_format: str) -> None:
-    """Start the engine of the config on standard input, and serve at `address`."""
+def main(address: str, log_format: str, place_json: str = "{}") -> None:
+    """Start the engine of the config on standard input, and serve at `address`. place_json: a Place."""
     # Asked for now: the parent may be gone before a model is loaded.
     parent = os.getppid()
     set_caller("serve")
     configure(log_format)
+    place = msgspec.json.decode(place_json, type=Place)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     # In milliseconds: the last message may say why the engine could not start.
@@ -287,6 +336,8 @@ def main(address: str, log_format: str) -> None:
     socket.connect(address)
     config = json.load(sys.stdin)
     try:
+        # Before seconds of loading: the endpoint may be taken.
+        publisher = Publisher(place.kv_events, place.replica) if place.kv_events else None
         from nibble.engine.llm import LLM
 
         llm = LLM(**config)
@@ -297,7 +348,24 @@ def main(address: str, log_format: str) -> None:
         message = str(error)
         socket.send(encode(Failed(message, type(error).__name__)))
         raise SystemExit(1) from error
-    worker.run()
+    if publisher:
+        llm.engine.observe_cache(publisher.publish)
+    if place.forwards_events:
+        llm.engine.observe_cache(worker.forward)
+    try:
+        worker.run()
+    except RankError as error:
+        socket.send(encode(Failed(str(error), type(error).__name__)))
+        socket.close()
+        # At once: libraries may wait for ranks that are gone.
+        context.term()
+        os._exit(1)
+    finally:
+        if publisher:
+            publisher.close()
+        if llm.engine.ranks:
+            # None is left behind.
+            llm.close()
 
 
 if __name__ == "__main__":
