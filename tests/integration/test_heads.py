@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_compile import unpacked
 from test_draft_model import rates
 from test_speculative import DRAWN, GREEDY, PROMPTS, answers, same
@@ -22,10 +23,14 @@ from nibble import LLM
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
-from nibble.engine import draft_head
+from nibble.config import Config
+from nibble.engine import draft_head, speculation_plan
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.graphs import Graphs
+from nibble.engine.plan import plan_engine
 from nibble.engine.speculation_plan import head_layers
+from nibble.errors import ConfigError, WeightError
+from nibble.hardware import probe
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import compiled
@@ -329,3 +334,61 @@ def test_compiled_models_leave_their_hidden_states(
     reference = eagle3_reference(target, eagles[name], name) if name in eagles else mtp_reference(model, name)
     assert error(said[:12], reference) < 1e-4
     assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
+
+
+def test_heads_that_cannot_draft(tiny: Path, target: Path, eagles: dict[str, Path], tmp_path: Path) -> None:
+    """Each is refused before weights load, with what would work."""
+    wide = save_eagle3(tmp_path / "wide", "raw", target_hidden_size=96)
+    deep = save_eagle3(tmp_path / "deep", "raw", num_hidden_layers=2)
+    old = save_eagle3(tmp_path / "old", "raw", eagle_config={"use_aux_hidden_state": False})
+    words = save_eagle3(tmp_path / "words", "raw", vocab_size=400)
+    far = save_eagle3(tmp_path / "far", "speculators", eagle_aux_hidden_state_layer_ids=[2, 4, 9])
+    for model, drafter, reason in (
+        (target, "mtp", "no layer for multi-token prediction.*lookup"),
+        (target, "eagle3", "write it as eagle3:PATH"),
+        (target, f"eagle3:{target}", "no EAGLE-3 head.*draft:"),
+        (target, f"eagle3:{wide}", "hidden states of 96 values"),
+        (target, f"eagle3:{deep}", "2 layers"),
+        (target, f"eagle3:{old}", "EAGLE-1"),
+        (target, f"eagle3:{words}", "400 tokens"),
+        (target, f"eagle3:{far}", "reads what layers 2, 4, 9 get"),
+        (target, "lookup,kv_format=bf16", "has no cache"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            plan_engine(Config(model=str(model), speculative=drafter, kv_memory="32MiB"))
+    with pytest.raises(ConfigError, match="tp"):
+        config = Config(model=str(target), speculative=f"eagle3:{eagles['raw']}", tp=2)
+        speculation_plan.check(config, engine(target)._engine_plan.model_spec, probe("cpu"))
+
+
+def test_a_map_that_leads_nowhere_is_refused(target: Path, tmp_path: Path) -> None:
+    head = save_eagle3(tmp_path / "head", "raw")
+    tensors = load_file(head / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] + 300
+    save_file(tensors, head / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match="d2t"):
+        engine(target, speculative=f"eagle3:{head}")
+
+
+def test_scales_of_a_head_are_measured_on_hidden_states(target: Path, eagles: dict[str, Path]) -> None:
+    llm = engine(
+        target,
+        kv_format="nvfp4",
+        kv_scales="calibrate",
+        speculative=f"eagle3:{eagles['raw']},kv_format=nvfp4",
+    )
+    head = head_of(llm)
+    assert len(head.head.example_states) > 512
+    answers(llm, PROMPTS[:1], **GREEDY)
+
+
+def test_the_demo_brings_a_head() -> None:
+    llm = LLM("demo", kv_format="nvfp4", kv_memory="48MiB", speculative="eagle3,kv_format=nvfp4", kv_window=0)
+    prompt, params = "def read_lines(path):\n    ", {"max_tokens": 24, "temperature": 0.0}
+    answer = llm.generate(prompt, **params)
+    assert (
+        answer.text
+        == LLM("demo", kv_format="nvfp4", kv_memory="48MiB", kv_window=0).generate(prompt, **params).text
+    )
+    accepted, drafted = rates(llm)
+    assert accepted > 0.4 * drafted > 0

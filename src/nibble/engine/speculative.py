@@ -33,7 +33,7 @@ FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
 """Tokens without drafts after all were rejected: twice as many each time, up to the longest."""
-HEAD_PATIENCE = 4
+HEAD_REJECTIONS = 4
 """Drafts in a row that a head may have rejected before that: it proposes nothing where it is not sure."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
@@ -62,7 +62,7 @@ class DraftLength:
     most: int
     length: int
     likelihood: Likelihood = field(default_factory=Likelihood)
-    patience: int = 1
+    max_rejected: int = 1
     """Single drafts in a row that may be rejected before there is a pause."""
     _num_rejected: int = 0
     _pause: int = SHORTEST_PAUSE
@@ -99,7 +99,7 @@ class DraftLength:
             if self.length:
                 return
             self.length, self._num_rejected = 1, self._num_rejected + 1
-            if self._num_rejected >= self.patience:
+            if self._num_rejected >= self.max_rejected:
                 # A short draft from time to time, as what is being written may change.
                 self._resumes_at = num_tokens + self._pause
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -284,8 +284,8 @@ class Speculation:
         length = self._lengths.get(request)
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            patience = HEAD_PATIENCE if self.head else 1
-            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), patience)
+            max_rejected = HEAD_REJECTIONS if self.head else 1
+            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), max_rejected)
             self._lengths[request] = length
         return length
 
