@@ -381,6 +381,8 @@ class Engine:
         rows = sum(1 + len(item.drafts) for item in sampling)
         try:
             logits = self.runner.forward(batch)
+            if self.speculation and self.speculation.head:
+                self.speculation.head.observe(batch, self.runner.hidden_states)
             sampled = self._sample(logits[:rows], sampling) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes

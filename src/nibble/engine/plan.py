@@ -274,7 +274,10 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     draft = plan_cache(draft_config, None if here else hardware, declared=cache_plan.declared)
     draft = speculation_plan.checked(draft, model_spec)
     planner = MemoryPlanner(CacheSpec.from_config(draft.config), draft.model_spec, draft.hardware, draft.plan)
-    smaller = replace(hardware, memory=hardware.memory - planner.used_bytes)
+    bytes_of_draft = planner.used_bytes + speculation_plan.state_bytes(
+        draft.config, model_spec, planner.step.step_tokens, cache_plan.plan.dtype
+    )
+    smaller = replace(hardware, memory=hardware.memory - bytes_of_draft)
     room = speculation_plan.room(_plan_memory(replace(cache_plan, hardware=smaller)).budget)
     sizes = [plan.layout.bytes_per_token for plan in (cache_plan.plan, draft.plan)]
     own = room * sizes[0] // sum(sizes)
