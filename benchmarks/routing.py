@@ -484,7 +484,7 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of sessions")
-    parser.add_argument("--pages", type=int, default=3200, help=f"of {PAGE} tokens, of each replica")
+    parser.add_argument("--pages", type=int, default=2400, help=f"of {PAGE} tokens, of each replica")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a Markdown file for the table")
     args = parser.parse_args()

@@ -31,12 +31,16 @@ OPTIONS = ("--kv-format", "nvfp4", "--kv-memory", "256MiB", "--max-running", "64
 PROMPTS = 32
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def server(model: str, options: Sequence[str] = OPTIONS) -> Iterator[tuple[str, int]]:
     """Address and process id."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *options]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"

@@ -132,6 +132,8 @@ def serve(
         server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet_libraries(model)
     check_tls(server_settings)
+    if server_settings.kv_events and not served.prefix_cache:
+        raise errors.ConfigError("kv_events tell of the prefix cache, which --no-prefix-cache turns off")
     if server_settings.replicas > 1:
         environments(served.device, server_settings.replicas)  # raises where there are too few GPUs
     # Before seconds of imports.

@@ -48,9 +48,9 @@ class Policy:
     """Of each prompt token that waits there to be computed."""
     running: float = 24.0
     """Of each answer that is being computed there."""
-    imbalance: float = 0.1
+    imbalance: float = 0.2
     """Of each token of work that it had lately, above `grace` and the replica that had the least."""
-    overload: float = 1.0
+    overload: float = 2.0
     """The same, beside it, of each token above `grace` and `slack` times the mean."""
     slack: float = 1.03
     grace: float = 2048.0

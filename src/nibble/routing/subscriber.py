@@ -33,28 +33,51 @@ class Subscriber:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
         self._socket.connect(endpoint)
         self._replay_endpoint = replay
         self._next = 0
         """The number of the next batch."""
+        self._num_connections = 0
 
     def poll(self, timeout_ms: int = 0) -> list[KVEvent]:
         """Return what happened since the last call, waiting for it if nothing did."""
         events: list[KVEvent] = []
-        while self._socket.poll(0 if events else timeout_ms):
+        number, is_anew = -1, False
+        while self._socket.poll(timeout_ms if number < 0 else 0):
             _, sequence, payload = self._socket.recv_multipart()
-            events += self._take(int.from_bytes(sequence, "big"), payload)
-        return events
+            number = int.from_bytes(sequence, "big")
+            is_anew |= self._is_connected_anew()
+            if not is_anew:
+                events += self._take(number, payload)
+        return self._begin_anew(number) if is_anew else events
 
     def close(self) -> None:
         """Let go of the sockets."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._context.destroy(linger=0)
 
+    def _is_connected_anew(self) -> bool:
+        before = self._num_connections
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self._num_connections += 1
+        return self._num_connections > max(before, 1)
+
+    def _begin_anew(self, newest: int) -> list[KVEvent]:
+        """Forget everything, and replay what there is: the publisher may have been started again.
+
+        It counts from 0 then, and no message says whether it is of this life or the one before. newest: the last number
+        that came.
+        """
+        batches = self._replayed(0, 1 << 63)
+        self._next = 1 + (batches[-1][0] if batches else newest)
+        return [AllBlocksCleared(), *(event for _, batch in batches for event in decode(batch).events)]
+
     def _take(self, number: int, payload: bytes) -> Iterator[KVEvent]:
-        if number < self._next:
-            # The publisher was started again.
-            self._next = 0
-            yield AllBlocksCleared()
+        if number < self._next:  # it was replayed
+            return
         if number > self._next:
             missed = self._replayed(self._next, number)
             if not missed or missed[0][0] != self._next:

@@ -27,6 +27,8 @@ from nibble.server.settings import Settings
         ("--model=demo --enforce-eager --dtype half", "demo --no-compile --no-graphs --dtype float16"),
         ("demo --kv-format auto --dtype float", "demo --kv-format auto --dtype float32"),
         ("demo --kv-format nvfp4", "demo --kv-format nvfp4"),
+        ("demo --data-parallel-size 4", "demo --replicas 4"),
+        ("demo --dp=4 -dp 2", "demo --replicas=4 --replicas 2"),
         ("demo --enable-auto-tool-choice=true --port 1", "demo --port 1"),
     ],
 )
@@ -54,6 +56,17 @@ def test_every_flag_is_told_of() -> None:
         ("m -tp 1 --tensor-parallel-size=1 --port 1", "m --port 1"),
         ("m --prefill-kv-cache-dequant-dtype auto", "m"),
         ("m --enable-hisparse --kv-format bf16", "m --kv-format bf16 --hisparse on"),
+        ('m --kv-events-config {"enable_kv_cache_events":true}', "m --kv-events tcp://*:5557"),
+        (
+            'm --kv-events-config={"publisher":"zmq","topic":"kv"}',
+            "m --kv-events tcp://*:5557 --kv-events-topic kv",
+        ),
+        (
+            'm --kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://*:1","replay_endpoint":"tcp://*:2"}',
+            "m --kv-events tcp://*:1 --kv-events-replay tcp://*:2",
+        ),
+        ('m --kv-events-config {"enable_kv_cache_events":false,"endpoint":"tcp://*:1"}', "m"),
+        ('m --kv-events-config {"enable_kv_cache_events":true,"publisher":"null"}', "m"),
         (
             'm --enable-hisparse --hisparse-config {"top_k":2048,"device_buffer_size":4096}',
             "m --hisparse buffer=4096 --index-topk 2048",
@@ -83,6 +96,15 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
     [
         ("m --tensor-parallel-size 8", "tensor parallelism is not served: one process serves one GPU"),
         ("m --tp=2", "--tp 2: tensor parallelism is not served"),
+        (
+            "m --kv-events-config tcp://*:1",
+            '--kv-events-config must be a JSON object, as \'{"enable_kv_cache_events"',
+        ),
+        (
+            'm --kv-events-config {"hwm":5}',
+            "--kv-events-config hwm: there is no such setting here, leave it out",
+        ),
+        ('m --kv-events-config {"publisher":"nats"}', "publisher is zmq or null, not 'nats'"),
         ("m --prefill-kv-cache-dequant-dtype fp8_e4m3", "choose by --prefill-backend"),
         ('m --hisparse-config {"host_to_device_ratio":5}', "host_memory=64GiB"),
         ('m --hisparse-config {"page":5}', "there is no such setting here"),

@@ -93,7 +93,8 @@ function picture(view, rates) {
     "Preempted": whole(requests.preemptions),
     "Answered": whole(requests.finished),
   };
-  const { drafts } = view;
+  const { drafts, replicas } = view;
+  if (replicas) tiles["Replicas"] = `${replicas.filter((one) => one.state === "ready").length} of ${replicas.length} serve`;
   if (drafts) tiles[`Drafts accepted (${drafts.drafter})`] = drafts.accept_rate === null ? "–"
     : `${percent(drafts.accept_rate)}, ${drafts.tokens_per_step.toFixed(1)} tokens a step`;
   $("tiles").replaceChildren(...Object.entries(tiles).map(([dt, dd]) =>

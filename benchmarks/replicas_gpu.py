@@ -1,0 +1,242 @@
+"""Two replicas against one, through the real server: output tokens a second of an 8B model with random weights.
+
+    python benchmarks/replicas_gpu.py [--replicas 2] [--requests 256] [--prompt 256] [--answer 384] [--rounds 2]
+        [--kv-format nvfp4] [--scratch /dev/shm] [--tiny]
+
+Two servers stand side by side in the same GPUs' memory: one engine, and a replica on each GPU; only one of them has
+work at a time. Each is given as many requests as keep all of its engines at `--requests` answers at a time, of random
+tokens that no two share, and as many again as one engine gets. Answers are awaited whole, so that tokens pass the front
+as they come and go to their clients once. Gate: greedy answers to prompts that are asked alone are those of one engine,
+on every replica, and each replica serves its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from report import Aim, aims_table, markdown, ratio
+from serve_soak import free_port
+
+FLOOR, AIM = 1.95, 1.98
+READY_S = 150.0
+GATE_PROMPTS, GATE_TOKENS, LOGPROB_ERROR = 4, 12, 0.02
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server under load."""
+
+    engines: int
+    requests: int
+    tokens: int
+    seconds: float
+    served: tuple[int, ...]
+    """Requests of each engine."""
+
+    @property
+    def tokens_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@contextmanager
+def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator[str]:
+    """The address of a server, which may still be loading."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "nibble", "serve", str(folder), "--port", str(port), "--replicas", str(engines),
+        "--kv-format", options.kv_format, "--kv-scales", "one", "--kv-window", "0", "--kv-transforms", "none",
+        "--max-running", str(options.requests), "--max-context", str(options.prompt + options.answer + 64),
+        "--max-queue", "8192", *options.engine,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    if engines == 1 and not options.tiny:
+        environment["CUDA_VISIBLE_DEVICES"] = "0"
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def wait_ready(url: str) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise SystemExit(f"{url} is not ready after {READY_S} s")
+
+
+def random_prompts(count: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(vocabulary), k=length) for _ in range(count)]
+
+
+async def answer(
+    client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, **fields: Any
+) -> dict[str, Any]:
+    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+    response = await client.post("/v1/completions", content=json.dumps(body).encode(), timeout=300)
+    data: dict[str, Any] = response.json()
+    if response.status_code != 200 or data["usage"]["completion_tokens"] != tokens:
+        raise SystemExit(f"a request failed: {data}")
+    return data
+
+
+def connection(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Content-Type": "application/json"}
+    return httpx.AsyncClient(base_url=url, limits=limits, headers=headers)
+
+
+async def load(url: str, engines: int, requests: int, options: argparse.Namespace, seed: int) -> Run:
+    """All requests at once, and what it took."""
+    prompts = random_prompts(requests, options.prompt, seed, options.vocabulary)
+    before = finished(url, engines)
+    async with connection(url) as client:
+        start = time.perf_counter()
+        await asyncio.gather(*(answer(client, prompt, options.answer) for prompt in prompts))
+        seconds = time.perf_counter() - start
+    await asyncio.sleep(1.2)  # until the engines' counts have come
+    after = finished(url, engines)
+    share = tuple(b - a for a, b in zip(before, after, strict=True))
+    return Run(engines, requests, requests * options.answer, seconds, share)
+
+
+def finished(url: str, engines: int) -> list[int]:
+    cache = httpx.get(f"{url}/v1/cache", timeout=10).json()
+    views = cache["replicas"] if engines > 1 else [cache]
+    return [view["requests"]["finished"] for view in views]
+
+
+def logprobs(data: dict[str, Any]) -> list[float]:
+    return list(data["choices"][0]["logprobs"]["token_logprobs"])
+
+
+async def gate(one: str, several: str, engines: int, options: argparse.Namespace) -> None:
+    """Raise SystemExit where a replica answers anything else than one engine does."""
+    prompts = random_prompts(GATE_PROMPTS, min(192, options.prompt), 7, options.vocabulary)
+    fields = {"logprobs": 0}
+    served = [0] * engines
+    async with connection(one) as first, connection(several) as second:
+        for prompt in prompts:
+            expected = logprobs(await answer(first, prompt, GATE_TOKENS, **fields))
+            before = finished(several, engines)
+            # Salts share no pages, so that nothing but load decides who serves; it is asked until all have.
+            for salt in range(8 * engines):
+                found = await answer(second, prompt, GATE_TOKENS, cache_salt=f"{salt}", **fields)
+                given = logprobs(found)
+                # There is no tokenizer, and another token would have another probability.
+                if max(abs(a - b) for a, b in zip(given, expected, strict=True)) > LOGPROB_ERROR:
+                    raise SystemExit(f"gate: a replica says {given}, one engine {expected}")
+            await asyncio.sleep(1.2)
+            gained = [b - a for a, b in zip(before, finished(several, engines), strict=True)]
+            served = [total + more for total, more in zip(served, gained, strict=True)]
+            if min(served) > 0 and prompt is prompts[1]:
+                break
+    if min(served) == 0:
+        raise SystemExit(f"gate: a replica served nothing: {served}")
+
+
+async def measure(one: str, several: str, options: argparse.Namespace) -> list[Run]:
+    await gate(one, several, options.replicas, options)
+    print("gate: replicas answer as one engine does", flush=True)
+    best: dict[tuple[int, int], Run] = {}
+    many = options.requests * options.replicas
+    for round_ in range(options.rounds):
+        for url, engines, requests in (
+            (one, 1, options.requests), (several, options.replicas, many), (several, options.replicas, options.requests)
+        ):  # fmt: skip
+            run = await load(
+                url, engines, requests, options, 100 * round_ + 10 * engines + (requests == many)
+            )
+            print(
+                f"{engines} engines, {requests} requests: {run.tokens_s:.0f} tokens/s, {run.served}",
+                flush=True,
+            )
+            key = engines, requests
+            best[key] = max(best.get(key, run), run, key=lambda one: one.tokens_s)
+    return list(best.values())
+
+
+def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
+    one, many, same = runs
+    rows = [
+        (run.engines, run.requests, f"{run.seconds:.2f}", f"{run.tokens_s:.0f}",
+         f"{run.tokens_s / one.tokens_s:.3f}", run.served) for run in runs
+    ]  # fmt: skip
+    head = ("engines", "requests", "s", "output tokens/s", "times one engine", "served by each")
+    aim = Aim(
+        "replicas", f"{options.requests} answers at a time on each of {options.replicas}", FLOOR, AIM,
+        ratio(many.tokens_s, one.tokens_s),
+    )  # fmt: skip
+    even = max(same.served) * options.replicas / sum(same.served)
+    return f"{markdown(head, rows)}\n\n{aims_table([aim])}\n\nbusiest over mean, {same.requests} requests: {even:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=256, help="answers at a time of one engine")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--answer", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kv-format", default="nvfp4")
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--scratch", default="/dev/shm", help="where 16 GB of weights are written")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: checks the benchmark")
+    options = parser.parse_args()
+    options.vocabulary = 300 if options.tiny else 100_000
+    # Two engines share the first GPU.
+    options.engine = ["--kv-memory", "64MiB", "--device", "cpu"] if options.tiny else [
+        "--gpu-memory-utilization", "0.42"
+    ]  # fmt: skip
+    if options.tiny:
+        options.shape, options.requests, options.prompt, options.answer, options.rounds = "tiny", 4, 24, 16, 1
+    began, scratch = time.perf_counter(), Path(tempfile.mkdtemp(dir=options.scratch))
+    try:
+        # In a process of its own: what makes weights on the first GPU would keep memory there.
+        device = "cpu" if options.tiny else "cuda"
+        arguments = f"{options.shape!r}, Path({str(scratch / 'm')!r}), device={device!r}"
+        code = f"from random_checkpoints import write; from pathlib import Path; write({arguments})"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+        print(f"weights: {time.perf_counter() - began:.0f} s", flush=True)
+        with ExitStack() as stack:
+            one = stack.enter_context(started(scratch / "m", 1, options))
+            several = stack.enter_context(started(scratch / "m", options.replicas, options))
+            wait_ready(one)
+            wait_ready(several)
+            print(f"servers: {time.perf_counter() - began:.0f} s", flush=True)
+            runs = asyncio.run(measure(one, several, options))
+        print(f"all: {time.perf_counter() - began:.0f} s\n\n{report(runs, options)}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
