@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
-from nibble.models.linear import QuantizedLinear, quantized_layers
+from nibble.models.linear import QuantizedLinear, compile_ahead, quantized_layers
+from nibble.models.pack import Packer
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
+from nibble.models.recurrent import own_forwards
 from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 LLAMA3_ROPE = {
@@ -83,6 +85,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", {
         **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "qwen3-32b": ("qwen3", {
+        "hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "intermediate_size": 25600, "num_hidden_layers": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
     "llama-3.3-70b": ("llama", {
         "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
@@ -202,6 +209,10 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         quantization = parse(entry) if is_packed else None
         inputs = Activations.NONE if not weights or activations == FULL else KINDS[weights].activations
         linears = handling is Handling.PACKED
+        if quantization and linears:
+            # As loading from files does.
+            packer = Packer(device, getattr(torch, dtype), AUTO if inputs is not Activations.NONE else FULL)
+            compile_ahead(config, quantization, packer)
         model = make(config, dtype, device, likeness, quantization, inputs, linears=linears)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
@@ -329,6 +340,10 @@ def _queries(model: nn.Module) -> str:
 def reference(model: Any, prompt: list[int]) -> Tensor:
     """Logits [T, V] of the unmodified model, with torch's own attention or the family's."""
     model.set_attn_implementation(OWN_ATTENTION.get(model.config.model_type, "sdpa"))
-    logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
+    with ExitStack() as patches:
+        # Recurrent layers in torch: kernels of other packages are tuned at their first call, for a minute.
+        for module, forward in own_forwards(model).items():
+            patches.enter_context(mock.patch.object(module, "forward", forward))
+        logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
     model.set_attn_implementation(hook.NAME)
     return logits.float().cpu()

@@ -14,6 +14,7 @@ from typing import Any
 
 from nibble.drafts import SpeculativeSpec
 from nibble.errors import ConfigError, RequestError, unknown
+from nibble.quality import parse_quality
 
 BUNDLED = ("demo", "demo-mla", "demo-hybrid")
 """Models that come with Nibble."""
@@ -141,6 +142,10 @@ class Config:
         "Inputs of packed FP8 weights: fp8 (quantised first, and multiplied as FP8 by tensor cores), bf16 (left in the "
         "compute dtype), or auto (fp8 where the checkpoint asks for it and the GPU can).",
     )
+    tp: int = option(
+        1,
+        "GPUs of this host that share each layer (tensor parallelism), a process for each (docs/parallel.md).",
+    )
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )
@@ -219,7 +224,15 @@ class Config:
                 kind = type(value).__name__
                 raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
         self._check_names()
-        for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk", "threads"):
+        for name in (
+            "tp",
+            "max_running",
+            "token_budget",
+            "page_size",
+            "max_context",
+            "index_topk",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -415,32 +428,6 @@ class OffloadSpec:
             host_memory=parse_bytes(host_memory) if host_memory else None,
             host_format=settings.get("host_format"),
         )
-
-
-QUALITY = {"kl": math.inf, "kl_p99": math.inf, "ppl": math.inf, "top1": 1.0, "recall": 1.0}
-"""What a certificate may be asked for -> its largest bound."""
-MOST = frozenset({"kl", "kl_p99", "ppl"})
-"""Figures whose bound is the most that is allowed; of the others it is the least."""
-
-
-def parse_quality(text: str) -> dict[str, float]:
-    """Return bounds by name, as `kl=0.01,recall=0.97` has them; none for an empty text. Raise ConfigError."""
-    items = [item.partition("=") for item in filter(None, map(str.strip, text.split(",")))]
-    bounds: dict[str, float] = {}
-    for name, _, value in ((name.strip(), equals, value.strip()) for name, equals, value in items):
-        if name not in QUALITY:
-            raise ConfigError(unknown("figure of require_quality", name, QUALITY))
-        if name in bounds:
-            raise ConfigError(f"require_quality says {name} twice: {text!r}")
-        try:
-            bounds[name] = float(value)
-        except ValueError:
-            raise ConfigError(f"require_quality {name} must be a number, as 0.01, not {value!r}") from None
-        # Written this way round, the comparison is false for NaN too.
-        if not 0 <= bounds[name] <= QUALITY[name]:
-            span = "a share from 0 to 1" if QUALITY[name] == 1 else "0 or more"
-            raise ConfigError(f"require_quality {name} is {span}, not {value}")
-    return bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ NibbleError            every error that is raised on purpose
     CapacityError      the cache cannot hold it
         OutOfPages, OutOfFrames, PromptTooLong
     BackendError       a kernel failed
+    RankError          a process of a model that is divided among GPUs failed, and the engine with it
     RequestError       a request is invalid
 """
 
@@ -186,6 +187,10 @@ class WeightError(NibbleError):
 
 class CapacityError(NibbleError):
     """The cache cannot hold what is requested."""
+
+
+class RankError(NibbleError):
+    """A process of a model that is divided among GPUs failed; the engine has ended."""
 
 
 class OutOfPages(CapacityError):

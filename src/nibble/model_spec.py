@@ -179,6 +179,12 @@ class ModelSpec:
     """As the checkpoint has them, where they are quantised."""
     states: tuple[RecurrentGroup, ...] = ()
     """Of layers with recurrent states."""
+    tp: int = 1
+    """Ranks that the model is divided among; all that is above is then of one of them, but for the vocabulary."""
+    kv_heads: tuple[int, ...] = ()
+    """KV heads of each layer of the whole model, where it is divided; 0 where it does not attend."""
+    replicated: tuple[str, ...] = ()
+    """What every rank has all of, in words."""
 
     @property
     def layers(self) -> int:

@@ -39,6 +39,7 @@ class ConfigOptions(TypedDict, total=False):
     weights: str | None
     quantized_weights: str
     activations: str
+    tp: int
     kv_memory: str | int | None
     gpu_memory_utilization: float | None
     threads: int | None

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize, softplus
 
 from nibble.kernels import recurrence as op
 from nibble.kernels.recurrence import LayerState, StateBatch, StateMetadata
+from nibble.kernels.recurrence.types import ones_behind
 from nibble.kernels.state_formats import BLOCK, FORMATS
 from nibble.model_spec import Recurrence, RecurrentGroup
 
@@ -176,6 +177,57 @@ def test_steps_of_all_kinds_are_the_definition(
     assert worst < limit
     others = [slot for slot in range(SLOTS) if slot not in slots]
     assert all((x[others].isnan() if x.is_floating_point() and x.itemsize > 1 else x[others].float().nan_to_num(77) == 77).all() for x in tensors(states[0]))  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "format"), [("Qwen3-Next", f) for f in FORMATS] + [("KDA", "int8")])
+def test_decode_steps_convolve_in_one_launch(name: str, format: str) -> None:
+    """Against the definition of both, and of queries and keys of length 1, over two multiples of BLOCK."""
+    layer, dtype = LAYERS[name], torch.bfloat16
+    queries, values = layer.key_heads * layer.columns, layer.heads * layer.rows
+    channels = 2 * queries + values
+    weight, bias = (x.to(dtype) for x in taps(channels))
+    group = RecurrentGroup(
+        "joined", layer.rule, (0,), layer.heads, layer.rows, layer.columns, layer.key_heads, layer.key_decay,
+        channels, 4,
+    )  # fmt: skip
+    states = [op.layer_state(group, SLOTS, format, dtype, 0, DEVICE) for _ in range(2)]
+    starts, worst = [0, 7, 15], 0.0
+    for state in states:  # what came before, of the same bytes
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        state.inputs_SPC.copy_(torch.randn(state.inputs_SPC.shape, device=DEVICE, generator=generator))
+        state.keys_SPGK.zero_(), state.updates_SPHV.zero_(), state.decays.zero_()
+    for step in range(34):
+        _, _, _, *gates = layer.inputs(5, dtype, step)
+        generator = torch.Generator(DEVICE).manual_seed(step)
+        x_TC = torch.randn(5, channels, device=DEVICE, generator=generator).to(dtype)
+        batch = batch_of((3, 0, 7), starts, (1, 1, 1))
+        conv = op.Convolution(x_TC, weight, bias, "silu", 0, queries, 2 * queries)
+        decay, beta = gates if len(gates) > 1 else (*gates, None)
+        run = functools.partial(op.conv_recurrence, conv, decay, beta, delta=layer.rule == "delta", unit=True)
+        actual, expected = run(states[0], metadata(batch, padding=2)), run(states[1], batch)
+        assert not actual[3:].any()
+        worst = max(worst, error(actual[:3], expected[:3]))
+        assert torch.equal(states[0].inputs_SPC, states[1].inputs_SPC)
+        starts = [start + 1 for start in starts]
+    print(f"joined, {name}, {format}: error {worst:.1e}")
+    assert worst < LIMITS[dtype] * COARSE.get(format, 1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "KDA", "Mamba 2", "convolution"])
+def test_decodes_beside_a_prompt_are_computed_apart(name: str) -> None:
+    layer, dtype, format = LAYERS[name], torch.bfloat16, "int8"
+    states = layer.state(format, dtype), layer.state(format, dtype)
+    slots, lengths, starts = tuple(range(10)), (300, *[1] * 9), [0] * 10
+    before = batch_of(slots, starts, (3, *range(10, 19)))
+    for state, how in ((states[0], metadata(before)), (states[1], before)):
+        layer.run(layer.inputs(sum(before.lengths), dtype, 0), state, how)
+    batch = batch_of(slots, before.lengths, lengths)
+    rows = layer.inputs(sum(lengths), dtype, 1)
+    ones, others = ones_behind(lengths)
+    step = replace(metadata(batch), num_ones=ones, num_rows=others)
+    assert step.parts() is not None
+    off = error(layer.run(rows, states[0], step), layer.run(rows, states[1], batch))
+    assert off < LIMITS[dtype] * COARSE.get(format, 1)
 
 
 CUTS = ((50,) * 3, (7, 9, 1, 16, 1, 1, 40, 64, 11), (15, *[1] * 20, 115), (149, 1))

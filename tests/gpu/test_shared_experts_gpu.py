@@ -5,19 +5,22 @@ Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+from nibble import LLM
 from nibble.kernels import router
 from nibble.kernels.router import cuda, naive
 from nibble.models.experts import serve_experts
 from nibble.models.routers import serve_routers
 from nibble.models.shared_experts import join_shared_experts
+from tiny import set_generation_config
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90"
@@ -76,3 +79,25 @@ def test_a_block_with_a_shared_expert() -> None:
         error = (actual - expected[tokens]).norm(dim=-1) / expected[tokens].norm(dim=-1)
         # Where a router has a tie, a token may have another expert.
         assert error.isfinite().all() and error.median() < 0.02, f"{tokens}: {error}"
+
+
+def test_a_layer_of_published_widths_is_not_refused(tmp_path: Path) -> None:
+    """512 experts, of which few stand for all where a start compares layers with the family's own code."""
+    config = AutoConfig.for_model(
+        "qwen3_next", vocab_size=512, hidden_size=2048, num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=128, shared_expert_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"], max_position_embeddings=1024,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    set_generation_config(tmp_path, temperature=0.0)
+    del model
+    with LLM(str(tmp_path), kv_scales="one", kv_memory="64MiB", max_context=512, compile=False) as llm:
+        blocks = [
+            m for _, m in llm.engine.runner.model.named_modules() if isinstance(m, Qwen3NextSparseMoeBlock)
+        ]
+        assert len(blocks) == 2 and not any(hasattr(block, "shared_expert") for block in blocks)
+        assert llm.logits(list(range(1, 90))).isfinite().all()

@@ -62,6 +62,8 @@ def starts(folder: Path, weights: str, cache: Path) -> list[dict[str, Any]]:
         str(folder),
         "--weights",
         weights,
+        "--kv-memory",
+        "1GiB",  # other tests run beside it
     ]
     done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble import LLM, ConfigError
 from nibble.attention import backends
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from nibble.hardware import cache_folder
 from nibble.models.compile_cache import CACHE_VARIABLE, TRITON_VARIABLE
 from nibble.models.forward import compiled, plain

@@ -16,7 +16,7 @@ import torch
 from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from nibble.errors import NibbleError
 from planning import PLAIN
 from tape import record

@@ -22,7 +22,7 @@ from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
 from nibble.engine.error_monitor import MAX_BYTES, NUM_PROBES, ReferenceRows
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from nibble.errors import ConfigError, NibbleError
 from nibble.hardware import lookup_gpu
 from nibble.models import hook

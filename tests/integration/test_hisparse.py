@@ -19,7 +19,7 @@ from nibble.attention.planner.window_memory import SNAPSHOT_SHARE
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_verify_graphs as verify_graphs
 import torch
 from test_cuda_graphs import answers, recorded
 from test_hybrid_invariance import QWEN3_NEXT
 
 from nibble import LLM
 from nibble.attention import backends
-from nibble.engine.model_runner import live
+from nibble.engine.graphs import live
 from nibble.engine.page_tables import PageTables
 from nibble.kernels.recurrence.types import StateMetadata
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
 from toys import graph_backend, recorded_states
+from toys.oracle_drafter import oracle
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,15 @@ def test_padding_has_no_slot(served: Any) -> None:
         assert {x.dtype for x in (batch.slots_B, batch.starts_B, batch.cu_seqlens_B1)} == {torch.int32}
     for before, state in zip(untouched, runner.states.layers.values(), strict=True):
         assert torch.equal(state.planes[0][4:], before)
+
+
+def test_replayed_steps_with_drafts_give_the_answers_without(served: Any) -> None:
+    """Rows that pad a request are before its own, and belong to no state; a draft that is taken back leaves none."""
+    plain = verify_graphs.answers(served())
+    told = {tuple(prompt): one.token_ids for prompt, one in zip(verify_graphs.PROMPTS, plain, strict=True)}
+    with oracle(told, 0.2, most=7) as name:
+        llm = served(speculative=name)
+        sizes = verify_graphs.recorded(llm, record)
+        verify_graphs.same(verify_graphs.answers(llm), plain)
+        assert llm.speculation.counts.accepted > 20
+        assert {length for size in sizes if isinstance(size, tuple) for length in size[1:]} == {4, 8}

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "recurrent": ("qwen3_next", QWEN3_NEXT, {"kv_format": "fp8"}),
 }  # fmt: skip
-USUAL = {"kv_memory": "8MiB", "max_running": 8, "max_context": 400, "page_size": 16}
+USUAL: dict[str, Any] = {"kv_memory": "8MiB", "max_running": 8, "max_context": 400, "page_size": 16}
 
 
 def parts_of(runner: ModelRunner) -> list[Any]:
@@ -40,7 +40,7 @@ def parts_of(runner: ModelRunner) -> list[Any]:
         *warmup._tests(runner),
         partial(warmup._run_chunks, runner, 8192, 300),
         partial(warmup._run_drafts, runner, 300),
-        partial(rehearsal.rehearse_decodes, runner, (2, 4, 8, 24)),
+        partial(rehearsal.rehearse_graphs, runner, (2, 4, 8, 24), ()),
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_rehearsal_goes_through_and_leaves_nothing(
 
 
 def test_what_fails_is_left_out(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    done = []
+    done = list[int]()
 
     def fail() -> None:
         raise BackendError("no such kernel")
@@ -89,6 +89,6 @@ def test_a_mark_is_of_one_start(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     rehearsal.leave_mark(marks[0])
     assert marks[0].exists()
     # Nothing else depends on it.
-    monkeypatch.setattr(rehearsal.files, "write_atomic", None)
+    monkeypatch.setattr("nibble.files.write_atomic", None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError))
     rehearsal.leave_mark(marks[2])

@@ -16,7 +16,7 @@ from nibble import LLM
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_graph_blocker, verify_sizes
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from planning import PLAIN
 from tape import record
 from toys import graph_backend

@@ -1,7 +1,8 @@
 """The operators that a compiler of models calls for attention and for recurrent states, and does not look into.
 
 `nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py; `nibble::causal_conv`,
-`nibble::recurrence` and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass
+`nibble::recurrence`, `nibble::conv_recurrence` (which a graph pass puts in the place of these two) and
+`nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass
 through the compiled model: the operator is given a number, and finds there the StepContext that the model's owner has
 set. So there is no current step of the process: any number of engines may run side by side. The number is an input of
 the compiled model and no constant, so all engines of a model have the same code, in this process and in the next.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from nibble.attention import recurrent
 from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.kernels.recurrence import Convolution
 from nibble.kernels.types import AttentionParams
 
 SEPARATOR = ","
@@ -94,8 +97,9 @@ def conv_op(
 
 
 def recurrence_op(
-    step: Step, layer: int, q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, *, delta: bool
-) -> Tensor:
+    step: Step, layer: int, q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, *, delta: bool,
+    unit: bool = False,
+) -> Tensor:  # fmt: skip
     """Call recurrent.recurrence() by way of the operator -> [T, H, V].
 
     Args:
@@ -107,8 +111,9 @@ def recurrence_op(
         log_decay: [T, H], or [T, H, K].
         beta: [T, H].
         delta: whether the delta rule applies.
+        unit: whether queries and keys are normalised.
     """
-    return torch.ops.nibble.recurrence(q, k, x, log_decay, beta, step.number, layer, delta)
+    return torch.ops.nibble.recurrence(q, k, x, log_decay, beta, step.number, layer, delta, unit)
 
 
 def selective_op(step: Step, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -173,10 +178,26 @@ def _causal_conv(
 
 
 def _recurrence(
-    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, step: Tensor, layer: int, delta: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, beta: Tensor, step: Tensor, layer: int, delta: bool, unit: bool
+) -> Tensor:  # fmt: skip
     states = _context(step).recurrent
-    return recurrent.recurrence(states, layer, q, k, x, log_decay, beta, delta=delta).contiguous()
+    return recurrent.recurrence(states, layer, q, k, x, log_decay, beta, delta=delta, unit=unit).contiguous()
+
+
+def _conv_recurrence(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, places: list[int], log_decay: Tensor,
+    beta: Tensor, step: Tensor, layer: int, delta: bool, unit: bool, heads: int, rows: int,
+) -> Tensor:  # fmt: skip
+    conv = Convolution(x, weight, bias, activation, *places)
+    states = _context(step).recurrent
+    return recurrent.conv_recurrence(
+        states, layer, conv, log_decay, beta, delta=delta, unit=unit
+    ).contiguous()
+
+
+def _conv_recurrence_fake(x: Tensor, *arguments: Any) -> Tensor:
+    heads, rows = arguments[-2:]
+    return x.new_empty(x.shape[0], heads, rows)
 
 
 def _selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, step: Tensor, layer: int) -> Tensor:
@@ -197,11 +218,17 @@ _library.define(
 _library.impl("causal_conv", _causal_conv, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::causal_conv", _like_x, lib=_library)
 _library.define(
-    "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta) "
-    "-> Tensor"
+    "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta, "
+    "bool unit) -> Tensor"
 )
 _library.impl("recurrence", _recurrence, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::recurrence", _recurrence_fake, lib=_library)
+_library.define(
+    "conv_recurrence(Tensor x, Tensor weight, Tensor? bias, str? activation, int[] places, Tensor log_decay, "
+    "Tensor beta, Tensor step, int layer, bool delta, bool unit, int heads, int rows) -> Tensor"
+)
+_library.impl("conv_recurrence", _conv_recurrence, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::conv_recurrence", _conv_recurrence_fake, lib=_library)
 _library.define(
     "selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor"
 )

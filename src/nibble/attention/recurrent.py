@@ -16,7 +16,7 @@ from functools import cached_property
 from torch import Tensor
 
 from nibble.kernels import recurrence as kernels
-from nibble.kernels.recurrence import LayerState, StateBatch
+from nibble.kernels.recurrence import Convolution, LayerState, StateBatch
 from nibble.kernels.recurrence.types import StateMetadata
 
 
@@ -70,6 +70,7 @@ def recurrence(
     beta: Tensor,
     *,
     delta: bool,
+    unit: bool = False,
 ) -> Tensor:
     """Bring matrices forward by new keys and values, and query them -> [T, H, V].
 
@@ -82,9 +83,35 @@ def recurrence(
         log_decay: float32 [T, H], or [T, H, K] where each column has its own.
         beta: float32 weights of updates [T, H].
         delta: whether what the state has for a key is taken from its value first.
+        unit: whether queries and keys are normalised first, and queries multiplied with K^-1/2.
     """
     state, batch = _of_layer(states, layer)
-    return kernels.recurrence(q, k, x, log_decay, beta, state, batch, delta=delta)
+    return kernels.recurrence(q, k, x, log_decay, beta, state, batch, delta=delta, unit=unit)
+
+
+def conv_recurrence(
+    states: RecurrentStates | None,
+    layer: int,
+    conv: Convolution,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Convolve, and bring matrices forward by what comes of it, and query them -> [T, H, V].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        conv: the convolution, and where queries, keys and values are among its channels.
+        log_decay: as in recurrence(), and so are the following.
+        beta: see there.
+        delta: see there.
+        unit: see there.
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.conv_recurrence(conv, log_decay, beta, state, batch, delta=delta, unit=unit)
 
 
 def selective(

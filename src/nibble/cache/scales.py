@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,37 @@ class KVScales:
         layers = [(n, sorted(one.streams.items()), one.k_mean) for n, one in sorted(self.layers.items())]
         text = repr((layers, self.unit))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def part(scales: KVScales, layout: CacheLayout, kv_heads: Sequence[int], rank: int, size: int) -> KVScales:
+    """Return the scales and means of a rank's heads.
+
+    Args:
+        scales: of all heads.
+        layout: of the rank, whose layers have some of the heads.
+        kv_heads: by layer, of the whole model.
+        rank: of the process.
+        size: number of ranks.
+    """
+
+    def cut(values: tuple[Any, ...], own: int, whole: int) -> tuple[Any, ...]:
+        # Fewer heads than ranks are those of as many ranks that follow one another.
+        first = rank * (whole // own) // size * own
+        return values[first : first + own] if len(values) == whole else values
+
+    layers = dict(scales.layers)
+    for stored in layout.layers:
+        entry, whole, own = layers.get(stored.layer), kv_heads[stored.layer], stored.streams[0].stream.heads
+        if entry is None or own == whole:
+            continue
+        streams = {
+            name: replace(scale, value=cut(scale.value, own, whole))
+            if isinstance(scale.value, tuple)
+            else scale
+            for name, scale in entry.streams.items()
+        }
+        layers[stored.layer] = LayerScales(streams, entry.k_mean and cut(entry.k_mean, own, whole))
+    return replace(scales, layers=layers)
 
 
 NONE = KVScales("no source of scales")

@@ -13,11 +13,10 @@ from typing import Any
 from nibble.cli import peer_drafts
 from nibble.errors import ConfigError
 
-ONE_GPU = "one process serves one GPU; start a server for each, or use a scheme of fewer bytes or a smaller checkpoint"
+ONE_GPU = (
+    "GPUs of a host share each layer (--tp), or have a server each; a scheme of fewer bytes saves some, too"
+)
 PARALLEL = {
-    **dict.fromkeys(
-        ("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "tensor parallelism is not served"
-    ),
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size"), "pipeline parallelism is not served"
     ),

@@ -38,6 +38,9 @@ FLAG_ALIASES = {
     "--tool-call-parser": "--tool-format",  # vLLM, SGLang
     "--enable-auto-tool-choice": "",  # vLLM; always so
     "--scheduling-policy": "--scheduling",  # vLLM
+    "--tensor-parallel-size": "--tp",  # vLLM, SGLang
+    "-tp": "--tp",  # vLLM
+    "--tp-size": "--tp",  # SGLang
     "--enable-log-requests": "--log-requests",  # vLLM
     "--disable-log-requests": "--no-log-requests",  # vLLM
     "--data-parallel-size": "--replicas",  # vLLM, SGLang

@@ -6,8 +6,10 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.engine.ranks import Rank, Ranks, Start
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
@@ -47,13 +50,14 @@ from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
 from nibble.model_spec import NO_LAYER
-from nibble.models import compile_cache, invariant
+from nibble.models import compile_cache, invariant, parallel
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
+from nibble.models.parallel_layers import drop_repeated_biases, join
 from nibble.models.quantization import Handling, require_readable
 from nibble.models.refusals import load_config
 from nibble.spec import CacheSpec
@@ -183,7 +187,38 @@ def build(
     startup = StartupReport()
     with startup.part("plan"):
         parts = plan_parts(config, calibrate)
-    engine_plan = parts.plan
+    build_parts = partial(_build, parts, startup, meter, poison=poison, test=test)
+    if config.tp == 1:
+        return build_parts(None), parts.plan
+    if not parts.plan.hardware.is_cpu and config.tp > torch.cuda.device_count():
+        raise ConfigError(
+            f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
+        )
+    ranks = Ranks(config.tp, parts.plan.hardware.device)
+    try:
+        return build_parts(ranks), parts.plan
+    except Exception as error:
+        reason = ranks.explained(error)
+        if reason is error:
+            raise
+        raise reason from error
+    finally:
+        # None is left of a start that failed.
+        if not ranks.is_serving:
+            ranks.close()
+
+
+def _build(
+    parts: EngineParts,
+    startup: StartupReport,
+    meter: LoadMeter,
+    ranks: Ranks | None,
+    *,
+    poison: bool,
+    test: bool,
+) -> Engine:
+    """Return a running engine; see build()."""
+    engine_plan, config = parts.plan, parts.plan.config
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
@@ -192,7 +227,8 @@ def build(
         if config.compile:
             with startup.part("compiler"):
                 compile_cache.warm_compiler()
-    model, scales = _load(parts, startup, meter)
+    here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
+    model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
@@ -205,6 +241,7 @@ def build(
         tier = _tier(engine_plan, pool, scales)
         states = _state_pool(engine_plan, poison)
     engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact, states)
+    engine.ranks = engine.runner.followers = ranks
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)
     warm_up(engine.runner, config, budget, startup, engine.scheduler.limit, test=test)
@@ -213,7 +250,72 @@ def build(
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
     drafter = _draft_model(engine_plan, engine, test=test)
     engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
-    return engine, engine_plan
+    if ranks:
+        ranks.serve()
+    return engine
+
+
+def _start_message(parts: EngineParts, poison: bool, port: int) -> Start:
+    """Return what the other ranks need to do as this one does."""
+    config, is_cpu = parts.plan.config, parts.plan.hardware.is_cpu
+    # They share the CPUs of this machine.
+    threads = max(1, (config.threads or torch.get_num_threads()) // config.tp) if is_cpu else None
+    if threads:
+        torch.set_num_threads(threads)
+    return Start(parts.plan, _prompts(parts), _most_tokens(parts), parts.scales, port, threads, poison)
+
+
+def follow(start: Start, rank: Rank) -> ModelRunner:
+    """Return the runner of a rank other than 0: what build() makes, over its part of the model."""
+    engine_plan = start.engine_plan
+    if not engine_plan.hardware.is_cpu:
+        compile_cache.use_cache_folder()
+    model = _divided_model(engine_plan, rank)
+    scales = start.scales
+    if start.prompts is not None:
+        scales = _measure(engine_plan, model, start.prompts, start.most_tokens, rank)
+    scales = kv_scales.part(
+        scales, engine_plan.plan.layout, engine_plan.model_spec.kv_heads, *astuple(rank.shard)
+    )
+    budget, config, hardware = engine_plan.budget, engine_plan.config, engine_plan.hardware
+    with explain_out_of_memory(budget):
+        exact = _exact_cache(engine_plan, start.poison)
+        pool = PagedPool(
+            engine_plan.plan.layout, budget.pages, scales, hardware.device, poison=start.poison,
+            exact=exact.pool if exact else None,
+        )  # fmt: skip
+        states = _state_pool(engine_plan, start.poison)
+    tables = PageTables(
+        config.max_running + 1, budget.table_width, hardware.device, exact.empty_page if exact else None,
+        states is not None,
+    )  # fmt: skip
+    run, plan = _forward(config, hardware, model), engine_plan.plan
+    return ModelRunner(model, plan, pool, adapters(plan), tables, run, exact=exact, states=states)
+
+
+def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
+    """Load and prepare a rank's part of the model."""
+    config, spec, weights = engine_plan.config, engine_plan.model_spec, engine_plan.weights
+    whole = load_config(config.model, config.index_topk, trust_remote_code=config.trust_remote_code)
+    part = parallel.divide(whole, config.tp).config
+    division = parallel.Division(whole, part, rank.shard)
+    model: Any = load(
+        part, spec, engine_plan.plan.dtype, rank.device,
+        handling=weights.handling if weights else Handling.UNPACKED, activations=engine_plan.activations,
+        division=division,
+    )  # fmt: skip
+    drop_repeated_biases(model, division.layout, rank.shard)
+    # Of the vocabulary, the part that this rank has.
+    own = replace(spec, vocab_size=part.get_text_config().vocab_size)
+    # Rank 0 before the others, which then find its trials of kernels and compute as it does.
+    if rank.shard.rank and model.device.type == "cuda":
+        rank.group.barrier()
+    prepare_model(model, own, deterministic=config.deterministic)
+    if not rank.shard.rank and model.device.type == "cuda":
+        rank.group.barrier()
+    join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
+    joined: nn.Module = model
+    return joined
 
 
 def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
@@ -231,10 +333,15 @@ def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tupl
     return draft.runner, scheduler.manager, sampler, draft_plan.budget.step_tokens, scheduler.limit
 
 
-def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple[nn.Module, KVScales]:
+def _load(
+    parts: EngineParts, startup: StartupReport, meter: LoadMeter, rank: Rank | None
+) -> tuple[nn.Module, KVScales]:
     """Load the weights, choose the threads, and measure KV scales where there are texts for it."""
     engine_plan, config = parts.plan, parts.plan.config
     dtype, device = engine_plan.plan.dtype, engine_plan.hardware.device
+    if rank:
+        with startup.part("weights"):
+            return _with_scales(parts, startup, _divided_model(engine_plan, rank), rank)
     with startup.part("weights"):
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
@@ -249,26 +356,60 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
-    if parts.texts is None:
-        startup.kv_scales = parts.source.summary(config.model)
-        startup.notes += parts.scales.notes
-        return model, parts.scales
-    with startup.part("calibration"):
-        scales = _measure(parts, model)
-    startup.kv_scales = parts.source.report(config.model, scales, startup.seconds["calibration"])
+    return _with_scales(parts, startup, model, None)
+
+
+def _with_scales(
+    parts: EngineParts, startup: StartupReport, model: nn.Module, rank: Rank | None
+) -> tuple[nn.Module, KVScales]:
+    """Return a model with its KV scales; of a rank, those of its heads."""
+    engine_plan, scales, prompts = parts.plan, parts.scales, _prompts(parts)
+    if prompts is None:
+        startup.kv_scales = parts.source.summary(engine_plan.config.model)
+    else:
+        start = perf_counter()
+        scales = _measure(engine_plan, model, prompts, _most_tokens(parts), rank)
+        seconds = startup.seconds["calibration"] = perf_counter() - start
+        startup.kv_scales = parts.source.report(engine_plan.config.model, scales, seconds)
     startup.notes += scales.notes
+    if rank:
+        spec, layout = engine_plan.model_spec, engine_plan.plan.layout
+        scales = kv_scales.part(scales, layout, spec.kv_heads, *astuple(rank.shard))
     return model, scales
 
 
-def _measure(parts: EngineParts, model: nn.Module) -> KVScales:
-    engine_plan = parts.plan
-    assert parts.texts is not None and parts.tokenizer is not None
-    prompts = [parts.tokenizer.encode(text) for text in parts.texts]
-    most = CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(engine_plan)
-    scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens, most)
+def _prompts(parts: EngineParts) -> list[list[int]] | None:
+    """Return the token ids that KV scales are measured on, if they are."""
+    if parts.texts is None:
+        return None
+    assert parts.tokenizer is not None
+    return [parts.tokenizer.encode(text) for text in parts.texts]
+
+
+def _most_tokens(parts: EngineParts) -> int:
+    return CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(parts.plan)
+
+
+def _measure(
+    engine_plan: EnginePlan, model: nn.Module, prompts: Sequence[Sequence[int]], most: int, rank: Rank | None
+) -> KVScales:
+    step_tokens, spec = engine_plan.budget.step_tokens, engine_plan.model_spec
+    all_heads = partial(_all_heads, rank, spec.kv_heads) if rank else lambda _, x_THD: x_THD
+    scales = measure_scales(engine_plan, model, prompts, step_tokens, most, all_heads)
     for store in engine_plan.plan.stores:
-        kv_scales.require(store, scales)
+        own = kv_scales.part(scales, store, spec.kv_heads, *astuple(rank.shard)) if rank else scales
+        kv_scales.require(store, own)
     return scales
+
+
+def _all_heads(rank: Rank, kv_heads: Sequence[int], layer: int, x_THD: Tensor) -> Tensor:
+    """Return the values of all heads of a layer, of which this rank has some."""
+    own, whole = x_THD.shape[1], kv_heads[layer]
+    if own == whole:
+        return x_THD
+    gathered_THD = rank.group.all_gather(x_THD.contiguous()).transpose(0, 1).flatten(1, 2)
+    # Of a head that several ranks keep, one.
+    return gathered_THD[:, :: gathered_THD.shape[1] // whole] if own == 1 else gathered_THD
 
 
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:

@@ -99,6 +99,7 @@ def measure_scales(
     prompts: Iterable[Sequence[int]],
     step_tokens: int,
     max_tokens: int = CALIBRATION_TOKENS,
+    all_heads: Callable[[int, Tensor], Tensor] = lambda _, x_THD: x_THD,
 ) -> KVScales:
     """Measure KV scales: run prompts through the model over an unquantised cache.
 
@@ -108,6 +109,7 @@ def measure_scales(
         prompts: token ids.
         step_tokens: most tokens of a step.
         max_tokens: how many tokens of the prompts are used at most.
+        all_heads: returns the values of all heads of a layer, of those that this rank has.
 
     Raises:
         ScaleError: there are too few tokens, or the model overflows.
@@ -137,7 +139,7 @@ def measure_scales(
     def explain(layer: int, what: str) -> Exception:
         return _explain_broken(cache_plan, model, layer, what)
 
-    return _fit_pool(pool, torch.tensor(slots, device=pool.device), explain)
+    return _fit_pool(pool, torch.tensor(slots, device=pool.device), explain, all_heads)
 
 
 def _cut(prompts: Iterable[Sequence[int]], max_tokens: int, max_context: int) -> list[Sequence[int]]:
@@ -236,7 +238,12 @@ def _usual_mean(x_THD: Tensor) -> Tensor:
     return usual_THD.double().mean(0).float()
 
 
-def _fit_pool(pool: PagedPool, slots: Tensor, explain: Callable[[int, str], Exception]) -> KVScales:
+def _fit_pool(
+    pool: PagedPool,
+    slots: Tensor,
+    explain: Callable[[int, str], Exception],
+    all_heads: Callable[[int, Tensor], Tensor],
+) -> KVScales:
     """Return the scales of all layers, fitted to the tokens at `slots`."""
     layers, notes = {}, _Notes()
     for stored in pool.layout.without_index.layers:
@@ -244,7 +251,7 @@ def _fit_pool(pool: PagedPool, slots: Tensor, explain: Callable[[int, str], Exce
         values: dict[str, Tensor] = {}
         for entry in stored.streams:
             name = entry.stream.name
-            x_THD = values[name] = dequantize_tokens(view.streams[name].paged, slots)
+            x_THD = values[name] = all_heads(layer, dequantize_tokens(view.streams[name].paged, slots))
             if not x_THD.isfinite().all():
                 kind = "NaN" if x_THD.isnan().any() else "infinite"
                 raise explain(layer, f"layer {layer}'s {NAMES[name]} is {kind}")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nibble.config import MOST
 from nibble.errors import ConfigError
+from nibble.quality import MOST
 
 SCHEMA = "nibble-certificate-1"
 UNKNOWN_SCALES = "unknown"
@@ -112,7 +112,7 @@ class Figures:
         return min(self.recall_shares.values(), default=None)
 
     def value_of(self, name: str) -> float | None:
-        """Return the figure that a name of config.QUALITY means."""
+        """Return the figure that a name of QUALITY means."""
         return _VALUES[name](self)
 
     def shortfalls(self, bounds: Mapping[str, float]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner
+from nibble.engine.ranks import Ranks
 from nibble.engine.request import (
     Batch,
     Logprob,
@@ -38,7 +39,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculative import Speculation, accepted_run
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from nibble.errors import RequestError
+from nibble.errors import RankError, RequestError
 from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
 
@@ -151,6 +152,8 @@ class Engine:
     """What callers take for what a request leaves out."""
     speculation: Speculation | None = None
     """Who drafts tokens, if anybody does."""
+    ranks: Ranks | None = None
+    """The other processes, where the model is divided among GPUs."""
     cache_events: CacheEvents | None = field(default=None, init=False)
     """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
@@ -186,6 +189,8 @@ class Engine:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
+        if self.ranks:
+            self.ranks.check()
         prompt = truncated(prompt, params.truncate_prompt_tokens, self.scheduler.limit - params.max_tokens)
         self.check(prompt, params, answer=params.max_tokens > 0)
         bad_words = self.tokenizer.token_sequences(params.bad_words) if self.tokenizer else ()
@@ -290,6 +295,8 @@ class Engine:
             self.fail(CLOSED)
             vars(self.runner).clear()
             self.speculation = None
+            if self.ranks:
+                self.ranks.close()
 
     def fail(self, error: str) -> None:
         """End all requests with an error."""
@@ -377,12 +384,20 @@ class Engine:
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
-            self._fail_batch(batch, error)
+            self._fail_batch(batch, self._explained(error))
             return False
         # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
         self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
         return True
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what an error of a step comes from; all requests end where a rank has failed."""
+        if self.ranks:
+            error = self.ranks.explained(error)
+            if isinstance(error, RankError):
+                self.fail(f"{type(error).__name__}: {error}")
+        return error
 
     def _sample(self, logits_SV: Tensor, rows: Sequence[tuple[ScheduledRequest, int]]) -> SampledTokens:
         """Sample a token for each row: of an item, after so many of its drafts."""
@@ -409,7 +424,7 @@ class Engine:
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
-                self._fail_batch(step.batch, error)
+                self._fail_batch(step.batch, self._explained(error))
             else:
                 self._in_flight.popleft()
                 self._commit(step.batch, tokens, _by_request(step.batch, prompt_logprobs))

@@ -15,10 +15,9 @@ L rows of a request in a recorded step with drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -35,8 +34,10 @@ from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.page_tables import PackedInts, PageTables
+from nibble.engine.graphs import Graphs
+from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.request import Batch, ScheduledRequest
+from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
     ON_DEVICE,
     PhaseGroup,
@@ -49,133 +50,14 @@ from nibble.engine.step_tokens import (
     unkept,
     unwritten,
 )
-from nibble.errors import BackendError
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function, and returns one that repeats over the same memory all that it did on the device."""
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
 """With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
-
-
-class Graphs:
-    """Steps of several sizes, over buffers that stay where they are.
-
-    Args:
-        sizes: rows of a decode step, ascending.
-        device: where steps run.
-        record: how a step is recorded.
-        verify_sizes: requests and rows of each in a step with drafts, largest first.
-    """
-
-    # All tensors of steps are made in inference mode: to a compiled model others look different.
-    @torch.inference_mode()
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        device: torch.device,
-        record: Record,
-        verify_sizes: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self.sizes, self.verify_sizes = tuple(sizes), tuple(verify_sizes)
-        max_rows = max(sizes[-1], *(requests * rows for requests, rows in verify_sizes), 0)
-        self.inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=device)
-        """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
-        lengths = (VerifyInputs.length(*size) for size in verify_sizes)
-        self.verify_inputs = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=device)
-        """Of a step with drafts, as VerifyInputs has them."""
-        self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        """0, 1, 2, ...: where requests of one token begin."""
-        self.rows = torch.arange(max_rows, device=device)
-        """0, 1, 2, ...: the rows whose logits are computed."""
-        self.logits = torch.empty(0, device=device)
-        """[max_rows, V], allocated by the first step."""
-        self._record = record
-        self._replays: dict[int | tuple[int, int], Callable[[], None]] = {}
-
-    def store_logits(self, logits_BV: Tensor) -> None:
-        """Copy a step's logits, so that their own memory serves the next graph too."""
-        if not len(self.logits):
-            self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
-        self.logits[: len(logits_BV)].copy_(logits_BV)
-
-    def verify_size(self, scheduled: Sequence[ScheduledRequest]) -> tuple[int, int] | None:
-        """Return the smallest size with room for requests that decode or verify drafts; None where there is none."""
-        requests, rows = len(scheduled), max(item.num_tokens for item in scheduled)
-        fitting = (size for size in reversed(self.verify_sizes) if size[0] >= requests and size[1] >= rows)
-        return next(fitting, None)
-
-    @torch.inference_mode()
-    def record(
-        self, decode: Callable[[int, Graphs], None], verify: Callable[[tuple[int, int], Graphs], None]
-    ) -> None:
-        """Record decode(size, graphs) and verify(size, graphs) for all sizes.
-
-        Raises:
-            BackendError: a graph cannot hold a step.
-        """
-        # The largest first: the others then fit into its memory.
-        for shape in self.verify_sizes:
-            self.verify_inputs.zero_()  # no request has any token
-            requests, rows = shape
-            self._record_one(
-                shape,
-                partial(verify, shape, self),
-                f"step of {requests} requests with {rows - 1} drafts each",
-            )
-        for size in reversed(self.sizes):
-            self.inputs.zero_()
-            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
-            self.inputs[size : 2 * size] = -1
-            self._record_one(size, partial(decode, size, self), f"decode step of {size} requests")
-
-    def _record_one(self, size: int | tuple[int, int], run: Callable[[], None], name: str) -> None:
-        try:
-            self._replays[size] = self._record(run)
-        # The start explains it by the memory plan (explain_out_of_memory).
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a kernel does that a graph cannot hold
-            raise BackendError(
-                f"a {name} cannot be recorded as a CUDA graph ({error}); serve without graphs: --no-graphs"
-            ) from error
-
-    def replay(self, size: int | tuple[int, int]) -> None:
-        """Compute a step of this size from inputs to logits."""
-        self._replays[size]()
-
-
-class CudaGraphs:
-    """Records on a stream of its own, into memory that all its graphs share."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record `run` and return what replays it."""
-        # The buffers were filled on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # What happens the first time only, loading and tuning of kernels, must not be recorded.
-            run()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of the process may call CUDA in the meantime.
-        with torch.cuda.graph(
-            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph.replay
-
-
-def live(run: Callable[[], None]) -> Callable[[], None]:
-    """Record nothing: the step over the same buffers is computed each time."""
-    return run
 
 
 def adapters(plan: Plan) -> dict[str, Any]:
@@ -199,6 +81,7 @@ class ModelRunner:
         tier: the pool's, where a host tier holds what it has no room for.
         exact: the newest tokens in the compute dtype, with an exact window.
         states: slots of recurrent states, where layers have any.
+        followers: the other ranks, where layers are divided among GPUs.
     """
 
     model: nn.Module
@@ -210,6 +93,8 @@ class ModelRunner:
     tier: HotBuffers | None = None
     exact: ExactCache | None = None
     states: StatePool | None = None
+    followers: Followers | None = None
+    """The other ranks, where layers are divided among GPUs."""
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
@@ -234,19 +119,39 @@ class ModelRunner:
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
-        if self.states:
-            self._copy_states(scheduled, self.states)
         phases = {item.phase for item in scheduled}
         if self.graphs and not every and phases == {Phase.DECODE}:
-            logits = self._replay(scheduled, self.graphs, probe)
+            numbers = self._replay_numbers(scheduled, self.graphs)
         elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
-            logits = self._replay_verify(scheduled, self.graphs, size)
+            numbers = self._verify_numbers(scheduled, size)
         else:
-            logits = self._step(scheduled, every, probe)
+            numbers = self._step_numbers(scheduled, every)
+        followers = self.followers
+        logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
+
+    def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
+        """Compute a step on all ranks."""
+        followers.compute(numbers)
+        try:
+            return self.compute(numbers)
+        except Exception as error:  # the others wait for what this rank does not send
+            raise followers.failed(error) from error
+
+    @torch.inference_mode()
+    def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
+        """Compute a step of which all numbers are known; see forward()."""
+        if self.states:
+            self.states.copy(list(numbers.state_copies))
+        if not numbers.replay_size:
+            return self._step(numbers, probe)
+        assert self.graphs is not None
+        if isinstance(numbers.replay_size, int):
+            return self._replay(numbers, numbers.replay_size, self.graphs, probe)
+        return self._replay_verify(numbers, numbers.replay_size, self.graphs)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -260,19 +165,19 @@ class ModelRunner:
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
+        if self.followers:
+            self.followers.store_sampled(tokens_S)
         assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
 
     # Any step
 
-    def _step(
-        self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
-    ) -> Tensor:
+    def _step_numbers(self, scheduled: Sequence[ScheduledRequest], every: bool) -> StepNumbers:
         rows, ids = self._rows(scheduled), token_ids(scheduled)
         rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
-        slices = (
+        inputs = (
             packed.add(self._pad_rows(ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(token_rows)),
@@ -288,19 +193,27 @@ class ModelRunner:
             PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
-        sent = self._send(packed, scheduled)
-        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
-        if ON_DEVICE in ids:
+        return StepNumbers(
+            packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), ON_DEVICE in ids,
+            0, skipped, state_rows, groups, self._take_state_copies(scheduled),
+        )  # fmt: skip
+
+    def _step(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
+        sent = self._send(numbers)
+        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (
+            sent[part] for part in numbers.inputs
+        )
+        if numbers.takes_sampled:
             # A negative id stands for the token that the step before has sampled for this row.
             token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
-        count = len(ids)
-        meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count], *skipped)
+        count, state_rows = numbers.num_tokens, numbers.state_rows
+        meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
-        return logits[: len(rows_of_logits)]
+        return logits[: numbers.num_logits]
 
     def _metadata(
         self,
@@ -370,24 +283,20 @@ class ModelRunner:
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
 
-    def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
-        places, pages = map(packed.add, self.tables.take_updates())
-        slot_rows, slots = map(packed.add, self.tables.take_slots())
-        exact_updates = self.tables.exact.add_updates(packed) if self.tables.exact else None
-        tier_updates = None
+    def _pack_updates(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> SentUpdates:
+        """Add what the device does not know of page tables and tier, each once."""
+        tier = None
         if self.tier:
             leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
-            tier_updates = self.tier.take_updates(packed.add, leases)
-        sent = packed.send(self.device)
-        if places.start < places.stop:
-            self.tables.apply(sent[places], sent[pages].int())
-        if self.tables.slots_R is not None and slots.start < slots.stop:
-            self.tables.slots_R.index_copy_(0, sent[slot_rows], sent[slots].int())
-        if self.tables.exact and exact_updates:
-            self.tables.exact.apply(sent, exact_updates)
-        if self.tier and tier_updates:
-            self.tier.apply_updates(sent, tier_updates)
+            tier = self.tier.take_updates(packed.add, leases)
+        return self.tables.pack_updates(packed, tier)
+
+    def _send(self, numbers: StepNumbers) -> Tensor:
+        """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
+        sent = numbers.ints.send(self.device)
+        self.tables.apply_updates(sent, numbers.updates)
+        if self.tier and numbers.updates.tier:
+            self.tier.apply_updates(sent, numbers.updates.tier)
         return sent
 
     def _context(
@@ -411,23 +320,26 @@ class ModelRunner:
 
     # Recurrent states
 
-    def _copy_states(self, scheduled: Sequence[ScheduledRequest], states: StatePool) -> None:
-        """Make the copies of slots that come before a step, each once."""
+    def _take_state_copies(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """Return the copies of slots that come before a step, each once."""
+        if not self.states:
+            return []
         leases = [item.request.lease for item in scheduled]
-        states.copy([pair for lease in leases for pair in lease.state_copies])
+        copies = [pair for lease in leases for pair in lease.state_copies]
         for lease in leases:
             lease.state_copies = []
+        return copies
 
     # Steps of decodes alone
 
     def record(self, graphs: Graphs) -> None:
         """Record a step of each size; from now on such steps are replayed."""
+        if self.followers:
+            self.followers.record(graphs.sizes, graphs.verify_sizes, captured=graphs.is_captured)
         graphs.record(self._decode, self._verify)
         self.graphs = graphs
 
-    def _replay(
-        self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, probe: AttentionObserver | None
-    ) -> Tensor:
+    def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], graphs: Graphs) -> StepNumbers:
         # The smallest step with room for all requests.
         size = next(size for size in graphs.sizes if size >= len(scheduled))
         padding = size - len(scheduled)
@@ -440,9 +352,16 @@ class ModelRunner:
                 *token_ids(scheduled), *[0] * padding,
             )
         )  # fmt: skip
-        sent = self._send(packed, scheduled)
+        count, updates = len(scheduled), self._pack_updates(packed, scheduled)
+        copies = self._take_state_copies(scheduled)
+        return StepNumbers(packed, (inputs,), count, count, updates, replay_size=size, state_copies=copies)
+
+    def _replay(
+        self, numbers: StepNumbers, size: int, graphs: Graphs, probe: AttentionObserver | None
+    ) -> Tensor:
+        sent, (inputs,) = self._send(numbers), numbers.inputs
         # A decode always samples, so these are the first rows, without padding.
-        self._sampled_rows_S = sent[inputs][: len(scheduled)]
+        self._sampled_rows_S = sent[inputs][: numbers.num_logits]
         # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
@@ -450,7 +369,7 @@ class ModelRunner:
             self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
-        return graphs.logits[: len(scheduled)]
+        return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
@@ -503,9 +422,7 @@ class ModelRunner:
             return None
         return self.graphs.verify_size(scheduled)
 
-    def _replay_verify(
-        self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, size: tuple[int, int]
-    ) -> Tensor:
+    def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
         padding = requests - len(scheduled)
         rows_of_logits = padded_logit_rows(scheduled, length)
@@ -519,11 +436,18 @@ class ModelRunner:
             )
         )  # fmt: skip
         sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
-        sent = self._send(packed, scheduled)
+        return StepNumbers(
+            packed, (inputs, sampled_rows), sum(item.num_tokens for item in scheduled), len(rows_of_logits),
+            self._pack_updates(packed, scheduled), replay_size=size,
+            state_copies=self._take_state_copies(scheduled),
+        )  # fmt: skip
+
+    def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
+        sent, (inputs, sampled_rows) = self._send(numbers), numbers.inputs
         self._sampled_rows_S = sent[sampled_rows]
         graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         graphs.replay(size)
-        return graphs.logits[: len(rows_of_logits)]
+        return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()
     def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
@@ -550,9 +474,31 @@ class ModelRunner:
             bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
         )  # fmt: skip
         exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
-        ctx = self._context(self._with_frames(slots(page_table_BN), [batch], exact_slots_T))
+        state_batch = self._verify_states(inputs, length) if self.states else None
+        ctx = self._context(
+            self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
+        )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         graphs.store_logits(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx))
+
+    def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
+        """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
+        assert self.states and self.tables.slots_R is not None
+        slots_B = self.tables.slots_R.index_select(0, inputs.rows_B)
+        # Of rows that decode or verify, the first one stays whatever becomes of the others.
+        settled_B, starts_B = inputs.new_B.clamp(max=1), inputs.ends_B - inputs.new_B
+        slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
+        ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=self.device)
+
+        def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
+            return torch.stack((padding_B, own_B), 1).flatten().int()
+
+        none_B = torch.zeros_like(starts_B)
+        cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
+        return StateMetadata(
+            interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
+            interleaved(none_B, settled_B), invariant=self.states.invariant,
+        )  # fmt: skip
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""

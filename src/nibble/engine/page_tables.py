@@ -6,6 +6,8 @@ Shape suffixes: R rows of the tables, one for each open lease and one for paddin
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,19 @@ class PackedInts:
     def send(self, device: torch.device) -> Tensor:
         """Return all integers as one int64 tensor on the device."""
         return to_device(self._ints, torch.int64, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SentUpdates:
+    """Where a step's updates of page tables lie in its integers."""
+
+    places: slice
+    pages: slice
+    slot_rows: slice
+    slots: slice
+    exact: tuple[slice, slice, slice] | None
+    tier: Any
+    """Of the host tier."""
 
 
 class PageTables:
@@ -112,6 +127,25 @@ class PageTables:
     def apply(self, places: Tensor, pages: Tensor) -> None:
         """Write new page ids into the table."""
         self.table_RN.view(-1).index_copy_(0, places, pages)
+
+    def pack_updates(self, packed: PackedInts, tier: Any = None) -> SentUpdates:
+        """Add all that the device does not have yet to the integers of a step; return where it lies.
+
+        Args:
+            packed: the integers of the step.
+            tier: where updates of the host tier lie.
+        """
+        pages, slots = map(packed.add, self.take_updates()), map(packed.add, self.take_slots())
+        return SentUpdates(*pages, *slots, self.exact.add_updates(packed) if self.exact else None, tier)
+
+    def apply_updates(self, sent: Tensor, updates: SentUpdates) -> None:
+        """Write what was added into the tables."""
+        if updates.places.start < updates.places.stop:
+            self.apply(sent[updates.places], sent[updates.pages].int())
+        if self.slots_R is not None and updates.slots.start < updates.slots.stop:
+            self.slots_R.index_copy_(0, sent[updates.slot_rows], sent[updates.slots].int())
+        if self.exact and updates.exact:
+            self.exact.apply(sent, updates.exact)
 
     def _allocate_row(self) -> int:
         if not self._free:

@@ -15,7 +15,7 @@ from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
-from nibble.engine import speculation_plan
+from nibble.engine import parallel_plan, speculation_plan
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
@@ -122,12 +122,13 @@ def plan_cache(
     table = _backends(here)
     config, formats_note = _own_formats(pinned(config))
     hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
+    hardware = parallel_plan.of_rank(hardware, config.tp)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
     source, source_note = locate_config(config.model) if published else (config.model, "")
     model_spec = observe_model(
         source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code,
-        weights=config.weights,
+        weights=config.weights, tp=config.tp,
     )  # fmt: skip
     model_spec = replace(model_spec, model=config.model)
     if config.deterministic:
@@ -141,9 +142,10 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
+    parallel_plan.check(config, weights)
     speculation_plan.check(config, model_spec, hardware)
     drafts_note = speculation_plan.note(config, hardware)
-    preface = (source_note, formats_note, *weight_notes, drafts_note)
+    preface = (source_note, formats_note, *parallel_plan.notes(model_spec), *weight_notes, drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(
         config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice

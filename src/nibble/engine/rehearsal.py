@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import torch
 import nibble
 from nibble import files
 from nibble.attention.planner.memory import MemoryPlan
-from nibble.engine.model_runner import Graphs, ModelRunner
+from nibble.engine.graphs import Graphs
+from nibble.engine.model_runner import ModelRunner
 from nibble.hardware import cache_folder
 from nibble.kernels import ahead
 from nibble.models import compile_cache
@@ -59,13 +60,13 @@ def rehearse_graphs(
     Graphs(powers, runner.device, run_once, verify_sizes).record(runner._decode, runner._verify)
 
 
-def mark_of(runner: ModelRunner, budget: MemoryPlan) -> Path:
-    """Return the file that says that a start like this one was rehearsed."""
+def mark_of(runner: ModelRunner, budget: MemoryPlan, *others: Hashable) -> Path:
+    """Return the file that says that a start like this one was rehearsed. others: what else decides its parts."""
     digest = hashlib.sha256()
     plan = runner.plan
     facts = (
         compile_cache.path_of(runner.model, {}).name, plan.fingerprint, repr(list(plan.routes)), plan.page_size,
-        budget.max_decodes, budget.step_tokens, nibble.__version__,
+        budget.max_decodes, budget.step_tokens, budget.verify_sizes, others, nibble.__version__,
     )  # fmt: skip
     digest.update(repr(facts).encode())
     folder = Path(ahead.__file__).parent

@@ -151,8 +151,10 @@ def _load(cache_plan: CachePlan, path: Path) -> KVScales:
 
 def _checked(cache_plan: CachePlan, scales: KVScales) -> KVScales:
     """Return `scales` if they are all that the plan needs, else raise ScaleError."""
+    spec = cache_plan.model_spec
     for store in cache_plan.plan.stores:
-        kv_scales.require(store, scales)
+        own = kv_scales.part(scales, store, spec.kv_heads, 0, spec.tp) if spec.tp > 1 else scales
+        kv_scales.require(store, own)
     return scales
 
 

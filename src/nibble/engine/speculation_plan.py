@@ -41,11 +41,6 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
             "--speculative and --deterministic cannot be combined on a GPU: a step that verifies drafts computes in "
             "another order than one that decodes; leave one of them out"
         )
-    if model_spec.states and not hardware.is_cpu:
-        raise ConfigError(
-            f"{model_spec.family} has layers that keep a recurrent state, and drafts over those are computed on CPUs "
-            "only: leave --speculative out, or --device cpu"
-        )
 
 
 def max_tokens(spec: SpeculativeSpec, info: DrafterInfo, hardware: Hardware) -> int:

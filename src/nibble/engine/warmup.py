@@ -42,7 +42,8 @@ from nibble.config import Config
 from nibble.engine import rehearsal, window_reference
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
-from nibble.engine.model_runner import CudaGraphs, Graphs, ModelRunner, live
+from nibble.engine.graphs import CudaGraphs, Graphs, live
+from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.state_test import state_test
 from nibble.engine.window_reference import Tokens
@@ -101,9 +102,9 @@ def warm_up(
         ConfigError: the model cannot be compiled.
         CapacityError: the memory does not suffice.
     """
-    tests = list(_tests(runner)) if test else []
-    with explain_out_of_memory(budget):
-        mark = None
+    tests = list(tests_of(runner)) if test else []
+    mark = None
+    with explain_out_of_memory(budget), ahead.abandoned_on_error():
         if runner.device.type == "cuda":
             with startup.part("rehearsal"):
                 mark = _rehearse(runner, config, budget, max_tokens, tests)
@@ -111,6 +112,8 @@ def warm_up(
             with startup.part("compile"):
                 _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("self-test"):
+            if test and runner.followers:
+                runner.followers.run("test")
             for run in tests:
                 run()
         if runner.device.type != "cuda":
@@ -120,12 +123,14 @@ def warm_up(
         with startup.part("short prompts"):
             _run_chunks(runner, budget.step_tokens, max_tokens)
             if config.drafts:
-                _run_drafts(runner, max_tokens)
+                _run_drafts(runner, max_tokens, config.drafts.tokens or max(DRAFTS))
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
             # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
+            if runner.followers:
+                runner.followers.run("check_memory")
         with startup.part("kernels"):
             ahead.finish()
     if mark:
@@ -135,7 +140,7 @@ def warm_up(
     check_memory(budget, torch.cuda.mem_get_info()[0])
 
 
-def _tests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
+def tests_of(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Yield the tests of a start."""
     yield partial(self_test, runner.plan, runner.pool, runner.backends, runner.exact)
     if runner.tier:
@@ -153,12 +158,12 @@ def _rehearse(
     tests: Sequence[Callable[[], None]],
 ) -> Path | None:
     """Begin to compile the kernels of a start; return the file that says so, None where it says so already."""
-    mark = rehearsal.mark_of(runner, budget)
-    if mark.exists():
+    mark = rehearsal.mark_of(runner, budget, bool(tests), bool(config.drafts))
+    if mark.exists() or runner.followers:  # a rank would wait for the others in each layer
         return None
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
-        steps.append(partial(_run_drafts, runner, max_tokens))
+        steps.append(partial(_run_drafts, runner, max_tokens, config.drafts.tokens or max(DRAFTS)))
     sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
     steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
     # Models of --deterministic run other operators than they are written with.
@@ -219,21 +224,26 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
         manager.release(request.lease)
 
 
-def _run_drafts(runner: ModelRunner, max_tokens: int) -> None:
-    """Verify a few tokens and several, so that fewer requests wait for what such steps compile."""
+def _run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
+    """Verify a few tokens and several, up to the most, so that fewer requests wait for what such steps compile.
+
+    Without a record: steps that have tokens of prompts too are computed so.
+    """
     manager, request = _manager(runner), Request("warm", [0] * (FIRST_STEP + 1))
-    most = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
-    if most < max(DRAFTS):
+    room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
+    if room < most:
         return
     request.lease = manager.open(request.token_ids, "")
-    manager.reserve(request.lease, FIRST_STEP + 1 + max(DRAFTS))
+    most = min(most, manager.draft_room(request.lease, FIRST_STEP))
+    manager.reserve(request.lease, FIRST_STEP + 1 + most)
+    graphs, runner.graphs = runner.graphs, None
     runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
-    for count in DRAFTS:
-        drafts = (0,) * count
+    for count in sorted({min(count, most) for count in (*DRAFTS, most)}):
         item = ScheduledRequest(
-            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=drafts
+            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
         )
         runner.forward(Batch((item,)))
+    runner.graphs = graphs
     manager.release(request.lease)
 
 

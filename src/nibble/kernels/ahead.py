@@ -75,6 +75,19 @@ def finish() -> None:
 
 
 @contextmanager
+def abandoned_on_error() -> Iterator[None]:
+    """Compile no further kernels where the body raises: the process would wait for them at its end."""
+    try:
+        yield
+    except BaseException:
+        with _lock:
+            for future in _compiling.values():
+                future.cancel()
+            _compiling.clear()
+        raise
+
+
+@contextmanager
 def rehearsal() -> Iterator[None]:
     """Let launches of this thread do nothing but compile their kernels in the background. One thread at a time."""
     with _rehearsing, ExitStack() as patches:
@@ -152,7 +165,7 @@ def _watch_triton() -> bool:
         with _lock:
             future = _compiling.pop(place, None)
         # What failed in a thread fails here, too, where it can be told.
-        return compile() if future is None or future.exception() else future.result()
+        return compile() if future is None or future.cancelled() or future.exception() else future.result()
 
     setattr(JITFunction, "_do_compile", do_compile)  # noqa: B010 (mypy knows it as a method)
     return True

@@ -30,6 +30,7 @@ from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, 
 from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
+from nibble.models.parallel import Division
 from nibble.models.placement import stored_tensors
 from nibble.models.quantization import (
     READABLE,
@@ -52,6 +53,7 @@ def load(
     handling: Handling = Handling.UNPACKED,
     weights: str | None = None,
     activations: str = FULL,
+    division: Division | None = None,
 ) -> nn.Module:
     """Load the weights.
 
@@ -63,6 +65,7 @@ def load(
         handling: what becomes of weights that are quantised.
         weights: a format that linear layers are quantised to as they load, None for none.
         activations: what becomes of the inputs of packed matrices (activations.py).
+        division: what this rank loads, where the model is divided among GPUs; `config` is then that of the rank.
 
     Returns:
         The model on the device, to be prepared by prepare_model().
@@ -79,14 +82,14 @@ def load(
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
     source = partial(_source, config, path, torch.device(device), handling, packer, quantization)
-    model = _read(source, model_spec, path, dtype)
+    model = _read(source, model_spec, path, dtype, division)
     if packer:
         set_packed(model, packer)
         # The loader makes other tensors of some matrices, and some are of no linear layer.
         if others := packer.forget():
             packer.plain |= others
             del model  # two would not fit
-            model = _read(source, model_spec, path, dtype)
+            model = _read(source, model_spec, path, dtype, division)
             set_packed(model, packer)
             if names := packer.forget():
                 raise WeightError(
@@ -102,8 +105,9 @@ def load(
 
 
 def _read(
-    open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str
-) -> nn.Module:
+    open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str,
+    division: Division | None = None,
+) -> nn.Module:  # fmt: skip
     """Return the model as Transformers loads it, with placeholders for matrices that are kept packed.
 
     Its parameters are on the device, but for those that Transformers reads itself; buffers that no checkpoint has are
@@ -113,6 +117,13 @@ def _read(
         with quiet(), ExitStack() as files:
             source, config, tensors = open_source(files)
             renaming, others = _text_tensors(config, path, tensors)
+            if division:
+                if tensors is None:
+                    raise WeightError(
+                        f"the weights of {model_spec.model!r} cannot be divided among GPUs: a part is read of "
+                        "safetensors that Nibble reads itself; save them so, or leave --tp out"
+                    )
+                tensors = division.tensors(tensors, renaming)
             model, info = model_class(config).from_pretrained(
                 source,
                 config=config,

@@ -1,7 +1,8 @@
 """What is replaced in the graph of a compiled model before inductor makes code of it.
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
-of short rows, and products with narrow weights where modules call F.linear themselves. Routers of experts do both.
+of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
+convolutions in front of recurrent rules (graph_convolutions.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from nibble.kernels import linear, topk
+from nibble.models import graph_convolutions
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -34,6 +36,7 @@ class ReplaceOperators(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             if self._serves_topk(*node.args, **node.kwargs):
                 node.target, node.args, node.kwargs = torch.ops.nibble.topk.default, node.args[:2], {}
+        graph_convolutions.join_convolutions(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             self._replace_product(node, None, *node.args)
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
@@ -64,7 +67,9 @@ class ReplaceOperators(CustomGraphPass):
 
     def uuid(self) -> tuple[str, bytes]:
         """Return what inductor's cache tells passes apart by."""
-        return repr(self), get_hash_for_files((__file__, topk.__file__, linear.__file__))
+        return repr(self), get_hash_for_files(
+            (__file__, graph_convolutions.__file__, topk.__file__, linear.__file__)
+        )
 
 
 def _facts(weight: Tensor) -> tuple[int, int, str]:

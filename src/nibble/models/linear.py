@@ -171,7 +171,7 @@ def _pack_linear(parent: nn.Module, name: str, child: nn.Module) -> bool:
 
 
 _EXPERTS = "nibble_packed"
-_PACKED_EXPERTS = "nibble_packed_experts"
+PACKED_EXPERTS = "nibble_packed_experts"
 _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -182,7 +182,7 @@ def pack_experts(model: nn.Module) -> int:
     modules = [module for module in model.modules() if has_packable_experts(module)]
     for module in modules:
         names = [name for name in _EXPERT_WEIGHTS if hasattr(module, name)]
-        setattr(module, _PACKED_EXPERTS, {name: _pack_weights(module, name) for name in names})
+        setattr(module, PACKED_EXPERTS, {name: _pack_weights(module, name) for name in names})
         module.config._experts_implementation = _EXPERTS  # type: ignore[union-attr]
     return len(modules)
 
@@ -210,7 +210,7 @@ def _pack_weights(module: Any, name: str) -> list[Tensor]:
 
 def _compute_experts(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the experts' outputs, weighted and summed in the order of experts_TK."""
-    packed = getattr(self, _PACKED_EXPERTS)
+    packed = getattr(self, PACKED_EXPERTS)
     normed = getattr(self, "has_post_expert_norm", False)  # set by Transformers after 5.17
     first = "gate_up_proj" if self.has_gate else "up_proj"
     out_TKH = x_TH.new_zeros(*experts_TK.shape, x_TH.shape[-1])

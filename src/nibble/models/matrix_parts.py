@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nibble.errors import WeightError
 
-BLOCK = (128, 128)
+BLOCK, CPU = (128, 128), torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Parts:
     """Safetensors' slices by the end of their names."""
     config: Mapping[str, Any]
     """The checkpoint's `quantization_config`."""
+    device: torch.device = CPU
+    """Where the matrix shall be."""
 
     def __getitem__(self, end: str) -> Tensor:
         if end not in self.stored:

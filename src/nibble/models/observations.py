@@ -47,6 +47,7 @@ def observe_model(
     *,
     trust_remote_code: bool = False,
     weights: str | None = None,
+    tp: int = 1,
 ) -> ModelSpec:
     """Return what `model` asks of attention: from the cache folder, or by observing it.
 
@@ -58,6 +59,7 @@ def observe_model(
         index_topk: Tokens that sparse attention looks at, None for the model's own.
         trust_remote_code: Whether code that comes with it may run. It may change, so it is observed each time.
         weights: A format that linear layers are quantised to as they load, None for none.
+        tp: Ranks that the model is divided among; what is returned is then of one of them.
 
     Raises:
         ConfigError: The model cannot be served, or the context is too long.
@@ -66,7 +68,8 @@ def observe_model(
     folder = Path(locate(model))
     # A name on the hub may mean another version tomorrow.
     is_fixed = (folder / "config.json").is_file() and not trust_remote_code
-    path = _path(folder, dtype, max_context, index_topk, weights) if is_fixed else None
+    options = (dtype, max_context, index_topk, weights, *([tp] if tp > 1 else []))
+    path = _path(folder, *options) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
         # The name is not part of the key: the same files may have several.
@@ -79,9 +82,14 @@ def observe_model(
         from nibble.models.refusals import load_config
 
         config = load_config(model, index_topk, trust_remote_code=trust_remote_code)
-        model_spec = observe(config, model, dtype, max_context, weights)
+        if tp > 1:
+            from nibble.models.parallel import observe_part
+
+            model_spec = observe_part(config, model, dtype, max_context, weights, tp)
+        else:
+            model_spec = observe(config, model, dtype, max_context, weights)
     stored = model_spec.stored_weights
-    if stored and not weights and (size := folder_bytes(folder, model_spec.layers)):
+    if stored and not weights and tp == 1 and (size := folder_bytes(folder, model_spec.layers)):
         # What lies in the folder is certain; what follows from the config is an account of it.
         model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:
@@ -170,4 +178,5 @@ def _model_spec(facts: dict[str, Any]) -> ModelSpec:
     stored = StoredWeights(**facts["stored_weights"]) if facts["stored_weights"] else None
     states = tuple(RecurrentGroup(**{**group, "layers": tuple(group["layers"])}) for group in facts["states"])
     fields = {"groups": groups, "owner": tuple(facts["owner"]), "stored_weights": stored, "states": states}
-    return ModelSpec(**{**facts, **fields})
+    divided = {name: tuple(facts[name]) for name in ("kv_heads", "replicated")}
+    return ModelSpec(**{**facts, **fields, **divided})

@@ -45,6 +45,12 @@ _specs: dict[tuple[str, str, str, int | None, str | None], ModelSpec] = {}
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
     """Return the model without weights, on the meta device; raise ConfigError where there is no language model."""
+    model: nn.Module = adapt(bare_skeleton(config)).eval()
+    return model
+
+
+def bare_skeleton(config: PretrainedConfig) -> nn.Module:
+    """Return the same as its family wrote it, with nothing replaced."""
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
@@ -57,7 +63,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
         else:
             reason = f"Transformers cannot make a model of this config: {first_line(error)}"
         raise ConfigError(f"{text.model_type} cannot be served: {reason}") from error
-    return adapt(model).eval()
+    return model
 
 
 def observe(

@@ -34,6 +34,7 @@ from nibble.models.activations import FULL, activations_of
 from nibble.models.experts import expert_matrices
 from nibble.models.matrix_parts import Parts
 from nibble.models.quantization import MatrixFormat, parse
+from nibble.models.shards import Split, packed_part
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a word lie in AWQ's GEMM layout, by output."""
@@ -116,6 +117,11 @@ class MatrixMaker:
         # In 16 bits kernels round as they do.
         rounded = rounded if self.dtype == torch.float32 else torch.float32
         return PackedMatrix(format, codes.contiguous(), scale, self.dtype, rounded, zero, global_scale)
+
+    def require_served(self, matrix: PackedMatrix) -> None:
+        """Raise NotPackedError where no kernels multiply a matrix."""
+        rows, columns = matrix.shape
+        _require(not self._unserved(matrix.format, rows, columns, str(self.dtype).removeprefix("torch.")))
 
     def with_activations(
         self, matrix: PackedMatrix, stored: MatrixFormat | None, parts: Parts
@@ -506,6 +512,16 @@ def experts_mxfp4(parts: Parts, maker: MatrixMaker) -> PackedExperts:
     if experts is None:
         raise NotPackedError
     return experts
+
+
+def part_of(read: Reader, split: Split, parts: Parts, maker: MatrixMaker) -> PackedMatrix | PackedExperts:
+    """Return a rank's part of a matrix, which is read as a whole."""
+    matrix = read(parts, maker)
+    _require(isinstance(matrix, PackedMatrix))
+    assert isinstance(matrix, PackedMatrix)
+    part = packed_part(matrix, split, parts.name)
+    maker.require_served(part)
+    return part
 
 
 def plain(format: MatrixFormat, packer: Packer, parts: Parts, _: MatrixMaker) -> PackedMatrix:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nibble.models.hub import weight_files
+from nibble.models.shards import PartialSlice, Split
 
 
 class Placed(Tensor):
@@ -39,6 +40,10 @@ class PlacedSlice:
 
     def __init__(self, stored: Any, device: torch.device) -> None:
         self._stored, self._device = stored, device
+
+    def part(self, split: Split) -> PlacedSlice:
+        """Return a rank's part of it, of which alone is read."""
+        return PlacedSlice(PartialSlice(self._stored, split), self._device)
 
     def __getitem__(self, index: Any) -> Tensor:
         x: Tensor = self._stored[index]

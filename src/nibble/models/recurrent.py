@@ -33,8 +33,6 @@ Serve = Callable[[Recurrence, dict[str, Any], Mapping[str, Any]], Tensor]
 """(rule, its arguments, keywords that remain) -> the output, of the shape and dtype of the rule's `x`."""
 ACTIVATIONS = (None, "silu", "swish")
 """What may follow a convolution: nothing, or SiLU by either name."""
-_EPSILON = 1e-6
-"""Added to the squared length of queries and keys, in all families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +72,17 @@ def delta_rule(
 
     g: log decay [1, T, H], or [1, T, H, K] where each column has its own.
     """
-    if use_qk_l2norm_in_kernel:
-        query, key = _normalized(query), _normalized(key)
+    if not use_qk_l2norm_in_kernel:
+        query = query * query.shape[-1] ** -0.5
     arguments = {
-        "q": (query * query.shape[-1] ** -0.5)[0].to(value.dtype),
+        "q": query[0].to(value.dtype),
         "k": key[0].to(value.dtype),
         "x": value[0],
         "log_decay": g[0].float(),
         "beta": beta[0].float(),
+        "unit": use_qk_l2norm_in_kernel,
     }
     return serve("delta", arguments, rest)[None], None
-
-
-def _normalized(x: Tensor) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON)
 
 
 def state_space(

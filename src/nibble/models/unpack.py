@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -38,8 +38,9 @@ from nibble.models.matrix_parts import Parts
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
 from nibble.models.placement import PlacedSlice, place, release
 from nibble.models.quantization import W4AFP8, MatrixFormat
+from nibble.models.shards import PartOfWhole, Split
 
-WORD = 32
+WORD, HALF_BLOCK = 32, 16
 
 _FOR_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale", "activation_scale"})
 """Of inputs that other engines quantise too. Here they are left as they are, which is only more exact."""
@@ -58,13 +59,30 @@ class _Slice:
     ) -> None:
         self._parts, self._spelling, self._lock = parts, spelling, lock
         self._device, self._packer = device, packer
+        self._split: Split | None = None
+
+    def part(self, split: Split) -> _Slice:
+        """Return a rank's part of it; what is quantised together is read as a whole."""
+        parts = self._parts
+        if self._spelling.codes == "_blocks":
+            # Outputs before blocks of inputs, the other way round than as values.
+            split = (
+                Split(1, split.parts)
+                if split.dim == 2
+                else Split(2, split.scaled(2 * HALF_BLOCK, parts.name).parts)
+            )
+            stored = {end: PartOfWhole(x, split) for end, x in parts.stored.items()}
+            parts = replace(parts, stored=stored)
+        result = _Slice(parts, self._spelling, self._lock, self._device, self._packer)
+        result._split = None if self._spelling.codes == "_blocks" else split
+        return result
 
     def __getitem__(self, index: Any) -> Tensor:
         # The loader reads with several threads, and what is computed on the way is several times the matrix.
         with self._lock:
             try:
                 x = self._placeholder() if index is ... else None
-                x = place(self._spelling.unpack(self._parts)[index] if x is None else x, self._device)
+                x = place(self._values()[index] if x is None else x, self._device)
                 release((part[...] for part in self._parts.stored.values()), self._device)
                 return x
             except torch.OutOfMemoryError:
@@ -74,8 +92,14 @@ class _Slice:
                     f"the quantised matrix {self._parts.name} cannot be unpacked: {first_line(error)}"
                 ) from error
 
+    def _values(self) -> Tensor:
+        x = self._spelling.unpack(self._parts)
+        return x if self._split is None else self._split.of(x).clone()
+
     def _placeholder(self) -> Tensor | None:
-        read = self._spelling.pack
+        read, split = self._spelling.pack, self._split
+        if read and split:
+            read = partial(pack.part_of, read, split)
         return self._packer.placeholder(self._parts, read) if self._packer and read else None
 
 
@@ -114,7 +138,7 @@ def unpacked(
                 plain[_join(module, end)] = PlacedSlice(tensor, device)
         if spelling:
             name = _join(module, "" if spelling.codes == "_blocks" else "weight")
-            parts = Parts(name, stored, config)
+            parts = Parts(name, stored, config, device)
             plain[name] = _Slice(parts, spelling, lock, device, packer)
     if not owner:
         raise WeightError(f"{folder} has no *.safetensors, from which alone quantised weights are read")
@@ -297,7 +321,8 @@ def _experts_mxfp4(parts: Parts) -> Tensor:
     (experts, outputs, blocks, half), scale_shape = blocks_ENB16.shape, tuple(scales_ENB.shape)
     parts.check(scale_shape == (experts, outputs, blocks), f"{scale_shape} scales")
     # Values of two bits times powers of two are exact in BF16.
-    x_EKN = torch.empty(experts, blocks * 2 * half, outputs, dtype=torch.bfloat16)
+    # On the device at once: a layer's experts are four times as large as in the file.
+    x_EKN = torch.empty(experts, blocks * 2 * half, outputs, dtype=torch.bfloat16, device=parts.device)
     for x_KN, blocks_NB16, scales_NB in zip(x_EKN, blocks_ENB16, scales_ENB, strict=True):
         x_KN.copy_((_e2m1(blocks_NB16) * _e8m0(scales_NB)[..., None]).flatten(1).T)
     return x_EKN

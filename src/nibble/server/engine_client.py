@@ -35,6 +35,8 @@ from nibble.server.worker import GenerationRequest
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
+LAST_MESSAGES_S = 0.05
+"""Given to the last messages of a process that has ended to be read."""
 """Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
@@ -206,6 +208,8 @@ class ProcessClient:
         self.restarts = 0
         self._has_served = False
         """Whether the process of now came to serve."""
+        self._cause = ""
+        """Why it ended, by its own words."""
         self._ending, self._refusing = asyncio.Event(), False
 
     async def start(self) -> None:
@@ -291,7 +295,7 @@ class ProcessClient:
             served = await self._run(generation)
             self.stats = {}
             self.on_state(State.STARTING)
-            error = EngineDiedError(PROCESS_ENDED)
+            error = EngineDiedError(f"{PROCESS_ENDED} ({self._cause})" if self._cause else PROCESS_ENDED)
             for queue in self._open.values():
                 queue.fail(error)
             for done in self._resets.values():
@@ -319,7 +323,7 @@ class ProcessClient:
         # No bound: the server's limit of open requests is one.
         socket.linger = socket.sndhwm = 0
         socket.bind(address)
-        self._has_served = False
+        self._has_served, self._cause = False, ""
         process = self._process = await self._spawn(address)
         listener = asyncio.create_task(self._listen(socket, process))
         try:
@@ -331,8 +335,11 @@ class ProcessClient:
             # From now on, before anything is waited for: /health must not say that this engine serves.
             self.state = State.STARTING
             # The listener may still have the last messages to read.
-            await asyncio.sleep(0)
-            log_event("engine ended", code=process.returncode, open_requests=len(self._open), **self._label)
+            await asyncio.sleep(LAST_MESSAGES_S)
+            facts: dict[str, Any] = {"code": process.returncode, "open_requests": len(self._open), **self._label}
+            if self._cause:
+                facts["cause"] = self._cause
+            log_event("engine ended", **facts)
             return self._has_served
         finally:
             listener.cancel()
@@ -392,7 +399,7 @@ class ProcessClient:
             self.on_state(State.READY)
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
-            self._failure = event
+            self._failure, self._cause = event, event.error
 
     async def _set_state(self, state: State) -> None:
         async with self._state_changed:

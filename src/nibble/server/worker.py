@@ -24,7 +24,7 @@ from nibble.cache.events import BlockStored, KVEvent
 from nibble.config import SamplingParams
 from nibble.engine.kv_events import Endpoints, Publisher
 from nibble.engine.request import Delta
-from nibble.errors import NibbleError, RequestError, set_caller
+from nibble.errors import NibbleError, RankError, RequestError, set_caller
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
 
@@ -156,6 +156,8 @@ IDLE_MS = 200
 GRAMMAR_POLL_MS = 2
 """How long it waits for one while a grammar is prepared."""
 GRAMMAR_THREADS = 4
+RANK_GRACE_S = 0.4
+"""How long the engine's thread has to notice that a rank has failed."""
 
 
 class Worker:
@@ -179,9 +181,14 @@ class Worker:
         self._parent, self._stats_at = parent, 0.0
 
     def run(self) -> None:
-        """Serve until a Stop comes, or the parent is gone."""
+        """Serve until a Stop comes, or the parent is gone; raise RankError where a rank has failed."""
+        if ranks := self._engine.ranks:
+            ranks.on_failure = self._end_soon
         self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
+            if ranks and ranks.failure:
+                # Requests end as the server notices that this process has.
+                raise RankError(ranks.failure)
             for command in self._commands():
                 if isinstance(command, Stop):
                     return
@@ -195,6 +202,14 @@ class Worker:
             if time.monotonic() - self._stats_at > STATS_S:
                 self._stats_at = time.monotonic()
                 self._send(Stats(engine_stats(self._llm) | {"time": self._stats_at}))
+
+    def _end_soon(self, reason: str) -> None:
+        """End the process where the engine's thread does not: it may wait for a GPU that waits for the rank."""
+        time.sleep(RANK_GRACE_S)
+        # That thread is the only other one that sends, and waits.
+        self._send(Failed(reason, RankError.__name__))
+        time.sleep(RANK_GRACE_S / 4)
+        os._exit(1)
 
     def _commands(self) -> Iterator[Command]:
         """Yield commands that have come; an idle engine waits a little for the first."""
@@ -337,9 +352,20 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
         llm.engine.observe_cache(publisher.publish)
     if place.forwards_events:
         llm.engine.observe_cache(worker.forward)
-    worker.run()
-    if publisher:
-        publisher.close()
+    try:
+        worker.run()
+    except RankError as error:
+        socket.send(encode(Failed(str(error), type(error).__name__)))
+        socket.close()
+        # At once: libraries may wait for ranks that are gone.
+        context.term()
+        os._exit(1)
+    finally:
+        if publisher:
+            publisher.close()
+        if llm.engine.ranks:
+            # None is left behind.
+            llm.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from nibble.attention.planner.memory import CPU_SHARE, GRAPH_ROW_BYTES, IDLE_FAC
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
-from nibble.engine.model_runner import Graphs, live
+from nibble.engine.graphs import Graphs, live
 from nibble.engine.page_tables import PageTables
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu

@@ -53,7 +53,7 @@ def test_every_flag_is_told_of() -> None:
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        ("m -tp 1 --tensor-parallel-size=1 --port 1", "m --port 1"),
+        ("m -pp 1 --pipeline-parallel-size=1 --port 1", "m --port 1"),
         ("m --prefill-kv-cache-dequant-dtype auto", "m"),
         ("m --enable-hisparse --kv-format bf16", "m --kv-format bf16 --hisparse on"),
         ('m --kv-events-config {"enable_kv_cache_events":true}', "m --kv-events tcp://*:5557"),
@@ -94,8 +94,11 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("m --tensor-parallel-size 8", "tensor parallelism is not served: one process serves one GPU"),
-        ("m --tp=2", "--tp 2: tensor parallelism is not served"),
+        (
+            "m --pipeline-parallel-size 8",
+            "pipeline parallelism is not served: GPUs of a host share each layer",
+        ),
+        ("m --ep=2", "--ep 2: expert parallelism is not served"),
         (
             "m --kv-events-config tcp://*:1",
             '--kv-events-config must be a JSON object, as \'{"enable_kv_cache_events"',
@@ -131,7 +134,7 @@ def test_flags_without_a_counterpart_are_answered(command: str, words: str, answ
 def test_every_answer_is_on_the_page() -> None:
     page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
     assert [
-        flag for flag in (*ANSWERS, *FLAGS, DEQUANTISED, "--tensor-parallel-size") if f"`{flag}" not in page
+        flag for flag in (*ANSWERS, *FLAGS, DEQUANTISED, "--pipeline-parallel-size") if f"`{flag}" not in page
     ] == []
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from nibble import LLM
 from nibble.attention.planner.plan import Plan
-from nibble.config import BUNDLED, Config, parse_quality
+from nibble.config import BUNDLED, Config
 from nibble.engine import certificate_lookup as lookup
 from nibble.engine.certificate import SCHEMA, UNKNOWN_SCALES, Certificate, Figures, Subject
 from nibble.engine.plan import plan_engine
 from nibble.errors import PYTHON, ConfigError, set_caller
+from nibble.quality import parse_quality
 from nibble.spec import CacheSpec
 from tiny import save_tiny
 

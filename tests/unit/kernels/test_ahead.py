@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_an_error_ends_the_rehearsal() -> None:
     assert not ahead.is_rehearsal()
     with ahead.rehearsal():
         assert ahead.is_rehearsal()
+
+
+def test_an_error_of_the_start_abandons_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, begin, compiled = ThreadPoolExecutor(1), threading.Event(), list[int]()
+    monkeypatch.setattr(ahead, "_pool", lambda: pool)
+
+    def compile(number: int) -> None:
+        begin.wait()
+        compiled.append(number)
+
+    with pytest.raises(BackendError), ahead.abandoned_on_error():
+        futures = [ahead.submit(number, partial(compile, number)) for number in range(3)]
+        assert ahead.num_unfinished() == 3
+        raise BackendError("a kernel is wrong")
+    begin.set()
+    pool.shutdown()
+    assert compiled in ([], [0]) and futures[2].cancelled() and not ahead.num_unfinished()
 
 
 def test_machine_code_comes_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from nibble.kernels.recurrence import (
     copies,
     decode,
     mamba,
+    naive,
+    tiles,
     types,
 )
 from nibble.kernels.recurrence import triton as any_cut
@@ -164,6 +166,39 @@ def test_decodes(case: Case, format: str, dtype: torch.dtype) -> None:
         torch.allclose(x, y[1].float(), rtol=0.02, atol=1.01)
         for x, y in zip(planes, other.planes, strict=True)
     )
+
+
+@cases("delta, shared keys", "decay, no beta", "selective", "convolution")
+def test_rows_that_pad_a_request_belong_to_no_state(case: Case) -> None:
+    """As in a recorded step with drafts: before each request's own rows, and of one request there is nothing else."""
+    width, starts, new = 8, (13, 30, 16), (8, 3, 1)  # one fills a block by its first token
+    before, alone, beside = (case.state("fp32", 0, torch.float32) for _ in range(3))
+    spoil(before)
+    for slot, start in enumerate(starts):
+        rows = rows_of(case, tokens=start, seed=slot)
+        run(case, rows, before, metadata(StateBatch((slot,), (0,), (start,), (0,), (start,))))
+    outputs = list[Tensor]()
+    for state in (alone, beside):
+        for x, y in zip(tensors(state), tensors(before), strict=True):
+            x.copy_(y)
+    ints = functools.partial(torch.tensor, dtype=torch.int32)
+    padded = list[Rows]()
+    for slot, (start, count) in enumerate(zip(starts, new, strict=True)):
+        all_rows = rows_of(case, seed=slot)
+        own = tuple(x[start : start + count] for x in all_rows)
+        batch = StateBatch((slot,), (start,), (count,), (start // BLOCK * BLOCK,), (1,))
+        outputs.append(run(case, own, alone, metadata(batch, drafts=True)))
+        padded.append(tuple(torch.cat((x[:1].expand(width - count, *x.shape[1:]), x)) for x in own))
+    padded.append(tuple(torch.ones_like(x) for x in padded[0]))
+    slots, at, settled = (-1, 0, -1, 1, -1, 2, -1, -1), (0, 13, 0, 30, 0, 16, 0, 0), (0, 1, 0, 1, 0, 1, 0, 0)
+    ends = (0, 0, 8, 13, 16, 23, 24, 32, 32)
+    batch = StateMetadata(ints(slots), ints(at), ints(ends), width, ints(settled))
+    found = run(case, tuple(map(torch.cat, zip(*padded, strict=True))), beside, batch)
+    for place, (count, expected) in enumerate(zip(new, outputs, strict=True)):
+        assert_near(found[(place + 1) * width - count : (place + 1) * width], expected, EXACT)
+    assert (found[13 - 5 : 13] == 0).all() and (found[24:] == 0).all()
+    for x, y in zip(tensors(alone), tensors(beside), strict=True):
+        assert torch.allclose(x.float(), y.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 28), (64, 64), (40, 96)])
@@ -336,6 +371,69 @@ def test_steps_of_decodes_have_kernels_of_their_own() -> None:
         assert choose(other) is any_cut
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("delta, shared keys", torch.bfloat16),
+        ("delta, column decay", torch.float32),
+        ("decay, no beta", torch.bfloat16),
+    ],
+)
+def test_a_decode_step_convolves_in_the_same_launch(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit what two kernels compute, at the begin and over the end of a block, whatever states there are."""
+    monkeypatch.setattr(op, "_has_kernels", lambda batch, x: isinstance(batch, StateMetadata))
+    case = CASES[name]
+    group, delta = case.group, case.group.rule == "delta"
+    queries, values = group.key_heads * group.columns, group.heads * group.rows
+    channels = 2 * queries + values
+    group = dataclasses.replace(group, conv_channels=channels, conv_taps=4)
+    random = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(channels, *more, generator=random).to(dtype) for more in ((4,), ()))
+    states = [op.layer_state(group, 3, "int8", dtype, 0, "cpu") for _ in range(2)]
+    for x, y in zip(*map(tensors, states), strict=True):
+        x.copy_(-torch.rand(x.shape, generator=random))
+        y.copy_(x)
+    decays, *betas = rows_of(case)[3:]
+    shapes = ((group.key_heads, group.columns), (group.key_heads, group.columns), (group.heads, group.rows))
+    places = (queries + values, 0, queries)  # of queries, keys, values
+    for token in (0, 1, 14, 15, 16):
+        x_TC = torch.randn(2, channels + 5, generator=random)[:, :channels].to(dtype)
+        gates = decays[token : token + 2], betas[0][token : token + 2] if betas else None
+        # A row of padding behind it.
+        batch = StateMetadata(*(torch.tensor(n).int() for n in ((2, -1), (token, 0), (0, 1, 2))), 1)
+        joined = op.conv_recurrence(
+            op.Convolution(x_TC, weight, bias, "silu", *places), *gates, states[0], batch, delta=delta, unit=delta
+        )  # fmt: skip
+        y_TC = conv.causal_conv(x_TC, weight, bias, "silu", states[1], batch)
+        q, k, v = (
+            y_TC[:, at : at + n * d].unflatten(1, (n, d)) for at, (n, d) in zip(places, shapes, strict=True)
+        )
+        apart = decode.recurrence(q, k, v, *gates, states[1], batch, delta=delta, unit=delta)
+        assert joined.isfinite().all() and joined[0].any() and not joined[1].any()
+        assert torch.equal(joined, apart), token
+        for x, y in zip(*map(tensors, states), strict=True):
+            assert torch.equal(x.float().nan_to_num(9.0), y.float().nan_to_num(9.0)), token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_and_keys_are_normalised_as_by_the_definition(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(70, 90, generator=random).to(dtype)[:, :84].unflatten(1, (3, 28)) for _ in "qk")
+    for actual, expected in zip(tiles.unit_rows(q, k), naive.unit_rows(q, k), strict=True):
+        assert actual.dtype == dtype
+        assert error(actual.float(), expected.float()) < (1e-6 if dtype == torch.float32 else 4e-3)
+    # In the kernel of decode steps, too.
+    case = CASES["delta, shared keys"]
+    q, k, *others = rows_of(case, dtype, tokens=1)
+    batch = StateBatch((1,), (0,), (1,), (0,), (1,))
+    states = [case.state(dtype=dtype) for _ in range(2)]
+    expected = op.recurrence(3 * q, k / 5, *others, states[0], batch, delta=True, unit=True)
+    actual = decode.recurrence(3 * q, k / 5, *others, states[1], metadata(batch), delta=True, unit=True)
+    assert_near(actual, expected, limit("fp32", dtype))
+
+
 @cases("delta, shared keys", "delta, column decay", "decay, no beta", "convolution")
 def test_decodes_beside_prompts_are_computed_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same slots and answers as by the definition, and in a step that is cut as the host knows it."""
@@ -409,7 +507,7 @@ def compiled(kernel, types, fixed, warps, stages=3):
     options = dict(num_warps=warps, num_stages=stages, launch_pdl=True)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel):
+def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False):
     code, itemsize, max_code = CODES[format]
     half = dict.fromkeys(("q", "k", "v", "keys", "out"), dtype)
     full = dict.fromkeys(("log_decay", "beta", "sums", "weights", "scales", "decays"), "fp32")
@@ -422,6 +520,15 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
         tile = decode.tile_of(rows, width, itemsize, 64 * heads, GPU(90, 132, 232448))
         piece, key_piece = min(width, 128 // itemsize), min(width, 64)
         line = 128 // itemsize
+        if convolved:
+            types |= dict.fromkeys(("x", "inputs", "weight"), dtype)
+            fixed |= dict(q=None, k=None, v=None, bias=None, q_stride_T=0, k_stride_T=0, v_stride_T=0, TAPS=4, PLACES=4,
+                          SILU=1, Q_AT=0, K_AT=key_heads * columns, V_AT=2 * key_heads * columns)
+        else:
+            ints = ("x_stride_T", "inputs_stride_S", "weight_stride_C", "weight_stride_W", "channels", "TAPS", "PLACES",
+                    "SILU", "Q_AT", "K_AT", "V_AT")
+            fixed |= dict.fromkeys(("x", "inputs", "weight", "bias")) | dict.fromkeys(ints, 0)
+        fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,
                       LINES=tile.rows * columns // line, LINE_VALUES=line)
         return compiled(decode.decode_kernel, types, fixed, tile.warps)
@@ -450,12 +557,12 @@ def compile_for_sm90(code: str) -> list[list[str]]:
 def test_decodes_load_whole_lines_and_ask_for_the_matrix_before_they_wait() -> None:
     """Compiled as for a GPU, which none is needed for."""
     lines = compile_for_sm90("""
-for format in CODES:
-    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode")
+for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True)]:
+    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", convolved)
     early, rest = ptx.split("griddepcontrol.wait")
     print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"), "local" in ptx)
 """)
-    assert len(lines) == len(FORMATS)
+    assert len(lines) == len(FORMATS) + 2
     for prefetches, stores, vectors, local in lines:
         assert prefetches == "1" and stores == "0" and int(vectors) >= 8 and local == "False"
 

@@ -5,10 +5,13 @@ The meta device stands in for a GPU: what was copied to it is no longer in host 
 
 from __future__ import annotations
 
+import ctypes
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,13 +19,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from nibble.models import checkpoint, placement
+from nibble.models import checkpoint, placement, unpack
+from nibble.models.pack import Packer
 from nibble.models.placement import Placed, PlacedSlice, release
 from nibble.models.quantization import Handling
 from nibble.models.refusals import load_config
-from tiny import save_model
+from tiny import BASE, save_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SHARD = 50 << 20
@@ -127,3 +131,149 @@ def test_pages_that_are_given_back_are_read_again(tmp_path: Path) -> None:
         assert status("RssFile") <= mapped - 0.9 * values.nbytes
         assert torch.equal(y, values) and torch.equal(x, values[:1000])
         assert PlacedSlice(file.get_slice("y"), META)[...].is_meta
+
+
+# ---- quantised matrices: those that stay packed are kept in this machine's memory, and are subtracted ----------------
+
+FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def save_sharded(folder: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> Path:
+    """A checkpoint in shards of SMALL_SHARD bytes."""
+    config.save_pretrained(folder)
+    part, files, places = dict[str, Tensor](), 0, dict[str, str]()
+    for i, (name, x) in enumerate(tensors.items(), 1):
+        part[name] = x
+        if sum(y.nbytes for y in part.values()) >= SMALL_SHARD or i == len(tensors):
+            files += 1
+            save_file(part, folder / f"model-{files:05}.safetensors", metadata={"format": "pt"})
+            places.update(dict.fromkeys(part, f"model-{files:05}.safetensors"))
+            part = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def fp8(name: str, rows: int, columns: int) -> dict[str, Tensor]:
+    codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        f"{name}.weight": codes,
+        f"{name}.weight_scale_inv": torch.full((rows // 128, columns // 128), 0.01),
+    }
+
+
+def dense(folder: Path) -> Path:
+    """Linear layers in blocks of FP8."""
+    config = AutoConfig.for_model("qwen3", **{**BASE, **DENSE}, quantization_config=FP8_BLOCKS)
+    return save_sharded(folder, config, stored(config, fp8))
+
+
+def gpt_oss(folder: Path) -> Path:
+    """All experts of a layer in MXFP4."""
+    config = AutoConfig.for_model(
+        "gpt_oss", **{**BASE, **GPT_OSS}, quantization_config={"quant_method": "mxfp4"}
+    )
+    tensors = dict[str, Tensor]()
+    for name, x in stored(config).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = x.shape
+            tensors[f"{name}_blocks"] = torch.randint(
+                0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8
+            )
+            tensors[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 120, dtype=torch.uint8)
+        else:
+            tensors[name] = x
+    return save_sharded(folder, config, tensors)
+
+
+def stored(
+    config: PretrainedConfig, quantized: Callable[[str, int, int], dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a model by name, linear layers quantised."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tensors = dict[str, Tensor]()
+    for name, x in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if (
+            quantized
+            and name != module
+            and type(model.get_submodule(module)) is nn.Linear
+            and "lm_head" not in name
+        ):
+            tensors |= quantized(module, *x.shape)
+        else:
+            # Of experts that are written otherwise the shape is enough.
+            tensors[name] = torch.zeros(x.shape, dtype=x.dtype) if x.dim() < 3 else x
+    return tensors
+
+
+SMALL_SHARD, M_MMAP_THRESHOLD = 32 << 20, -3
+SIZES: dict[str, Any] = {"hidden_size": 1024, "vocab_size": 320, "head_dim": 128}
+DENSE = {**SIZES, "num_hidden_layers": 24, "intermediate_size": 1024}
+GPT_OSS = {
+    **SIZES, "num_hidden_layers": 7, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 2
+}  # fmt: skip
+"""Of a layer's experts either matrix is a quarter of a shard at the most, as in published checkpoints."""
+
+
+def away(x: Tensor) -> Tensor:
+    """A copy on the device, as `copied`; placeholders of matrices have no values."""
+    if type(x) is not Tensor or (not x.is_meta and x.is_floating_point() and x[..., 0].isnan().all()):
+        return x
+    return x.as_subclass(Placed) if x.is_meta else copied(x, META)
+
+
+def host_peak(folder: Path, handling: Handling, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes the process had more, at the most, while a matrix was read, beside those that were kept."""
+    packer = Packer("cpu", torch.bfloat16) if handling is Handling.PACKED else None
+    own, lock, peaks = unpack._Slice.__getitem__, Lock(), list[int]()
+    bases = list[int]()
+
+    def kept() -> int:
+        parts = [entry.packed for entry in packer._entries.values()] if packer else []
+        return sum(
+            x.nbytes for part in parts for x in (part.codes, part.scale, part.global_scale) if x is not None
+        )
+
+    def measured(self: Any, index: Any) -> Tensor:
+        with lock:
+            before = kept()
+            # The first time nothing is kept, and all that has to be imported was.
+            if not bases:
+                bases.append(status("VmRSS"))
+            Path("/proc/self/clear_refs").write_text("5")
+            x = own(self, index)
+            peaks.append(status("VmHWM") - bases[0] - before)
+            return x
+
+    for module in (placement, unpack):
+        monkeypatch.setattr(module, "place", lambda x, _: away(x))
+        monkeypatch.setattr(module, "release", lambda tensors, _: release(tensors, META))
+    monkeypatch.setattr(unpack._Slice, "__getitem__", measured)
+    # The allocator keeps some of what threads gave back, up to 32 MB each: as much as a shard here.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    # What torch imports for its first copy to this device is no weight.
+    torch.empty(2, device=META).copy_(torch.ones(2))
+    config = load_config(str(folder))
+    source = partial(checkpoint._source, config, str(folder), CPU if packer else META, handling, packer, None)
+    checkpoint._read(source, NAMED, str(folder), "bfloat16")
+    monkeypatch.undo()
+    assert not packer or kept() > 2 * SMALL_SHARD
+    return max(peaks)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("save", "handling"),
+    [
+        (dense, Handling.PACKED),
+        (gpt_oss, Handling.UNPACKED),
+    ],
+)
+def test_the_host_holds_less_than_a_shard_of_quantised_weights(
+    save: Callable[[Path], Path], handling: Handling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert len(sizes) > 2
+    assert host_peak(folder, handling, monkeypatch) < 1.2 * max(sizes)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+from nibble.models import equivalence
 from nibble.models import experts as experts_of_models
 from nibble.models.routers import set_router
 from nibble.models.shared_experts import join_shared_experts
@@ -25,7 +26,7 @@ def block(**sizes: Any) -> Any:
     """A block whose router and experts kernels compute, as on a GPU."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_next", **{**SIZES, **sizes})
-    config._experts_implementation = "eager"
+    config._experts_implementation = experts_of_models._NAME
     made: Any = Qwen3NextSparseMoeBlock(config).to(torch.bfloat16).eval()
     for weight in made.parameters():
         weight.data.normal_(std=0.2)
@@ -53,6 +54,20 @@ def test_it_answers_as_the_block_did(tokens: int) -> None:
     # Without it the answer is another one.
     module.joined_router.data[-1] = 0
     assert (answers(module, tokens) - expected).norm() > 0.05 * expected.norm()
+
+
+def test_the_comparison_at_load_lets_few_experts_stand_for_all() -> None:
+    """It changes what the experts' module is given, of the joined block, too."""
+    module = block(num_experts=4 * equivalence.EXPERTS)
+    model = nn.ModuleList([module])
+    own, plain = module.forward, answers(module, 9)
+    with equivalence._few_experts(model):
+        expected = answers(module, 9)
+    assert (expected - plain).norm() > 0.1 * plain.norm()
+    assert join_shared_experts(model) == 1 and module.forward != own
+    with equivalence._few_experts(model):
+        error = (answers(module, 9) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 0.02
 
 
 def _other_size() -> Any:

@@ -63,8 +63,6 @@ def verify_graph_blocker(plan: Plan) -> str | None:
     if reason := cuda_graph_blocker(plan):
         return reason
     effect = "steps with drafts run without CUDA graphs"
-    if plan.states:
-        return f"{effect}: recurrent states end at each request's own last token"
     if plan.tier:
         return f"{effect}: a hot buffer is for one new token"
     for group in plan.groups:

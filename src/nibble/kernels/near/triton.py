@@ -156,7 +156,8 @@ def near_attention(
             batch.cu_seqlens_q_B1,
             max(1, min(next_power_of_2(queries), DRAFT_ROWS // group)),
         )
-        warps, stages = 4, 1
+        # The same for any number of requests, so that few kernels are compiled.
+        keys, warps, stages = decode_tile(longest, 0, gpu_of(q_THD.device))
     near_kernel[requests, k.heads, cdiv(queries, of_tile)](
         q_THD, k_plane, v_plane, table_BN, cu_seqlens_q, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD,
         lse_TH, params.scale, params.softcap or 0.0,

@@ -38,7 +38,7 @@ from torch import Tensor
 from nibble.kernels import triton_present
 from nibble.kernels.recurrence import naive
 from nibble.kernels.recurrence.formats import layer_state
-from nibble.kernels.recurrence.types import LayerState, StateBatch, StateMetadata
+from nibble.kernels.recurrence.types import Convolution, LayerState, StateBatch, StateMetadata
 from nibble.kernels.state_formats import BLOCK
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
+    "Convolution",
     "LayerState",
     "StateBatch",
     "StateMetadata",
     "causal_conv",
+    "conv_recurrence",
     "copy_slots",
     "copy_tables",
     "layer_state",
@@ -113,6 +115,7 @@ def recurrence(
     batch: StateBatch | StateMetadata,
     *,
     delta: bool,
+    unit: bool = False,
 ) -> Tensor:
     """Update matrices by keys and values, and read them by queries.
 
@@ -120,14 +123,15 @@ def recurrence(
     repeat_interleave in Transformers.
 
     Args:
-        q_TGK: Queries, scaled.
-        k_TGK: Keys, normalised where the rule wants it.
+        q_TGK: Queries, scaled, or raw ones with `unit`.
+        k_TGK: Keys, normalised where the rule wants it, or raw ones with `unit`.
         v_THV: Values.
         log_decay: Logarithms of decays, finite: float32 [T, H], or [T, H, K] with one for each column.
         beta_TH: Learning rates, or steps of time; None: 1.
         state: The layer's slots, which are updated.
         batch: The requests. Of StateMetadata nothing is checked, and nothing is read on the host.
         delta: Whether updates are by the delta rule.
+        unit: Whether queries and keys are normalised here, and queries multiplied with K^-1/2.
 
     Returns:
         [T, H, V] in the dtype of v, computed in float32.
@@ -154,9 +158,45 @@ def recurrence(
         )
     if _has_kernels(batch, v_THV):
         inputs = (q_TGK, k_TGK, v_THV, log_decay, beta_TH)
-        return _by_kernels(inputs, state, batch, delta=delta)
+        return _by_kernels(inputs, state, batch, delta=delta, unit=unit)
     host = _on_host(v_THV, batch)
+    if unit:
+        q_TGK, k_TGK = naive.unit_rows(q_TGK, k_TGK)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
+
+
+def conv_recurrence(
+    conv: Convolution,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateBatch | StateMetadata,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Convolve as causal_conv() does, and go on with its outputs as recurrence(): a decode step in one launch.
+
+    Args:
+        conv: The convolution, and where queries, keys and values are among its channels.
+        log_decay: As in recurrence(), and so are the following.
+        beta_TH: See there.
+        state: See there.
+        batch: See there.
+        delta: See there.
+        unit: See there.
+
+    Returns:
+        [T, H, V] in the dtype of the convolution's inputs.
+    """
+    if _has_kernels(batch, conv.x_TC):
+        from nibble.kernels.recurrence import decode
+        from nibble.kernels.recurrence.triton import is_one_token
+
+        if is_one_token(batch) and not batch.invariant and decode.convolves(conv, state):
+            return decode.conv_recurrence(conv, log_decay, beta_TH, state, batch, delta=delta, unit=unit)
+    y_TC = causal_conv(conv.x_TC, conv.weight_CW, conv.bias_C, conv.activation, state, batch)
+    return recurrence(*conv.split(y_TC, state), log_decay, beta_TH, state, batch, delta=delta, unit=unit)
 
 
 def selective(
@@ -249,20 +289,29 @@ _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Queries, keys, values, log decays and learning rates."""
 
 
-def _by_kernels(inputs: _Inputs, state: LayerState, batch: StateMetadata, *, delta: bool) -> Tensor:
+def _by_kernels(
+    inputs: _Inputs, state: LayerState, batch: StateMetadata, *, delta: bool, unit: bool
+) -> Tensor:
     """Compute a step: decodes beside prompts by the kernel of decode steps."""
-    parts, v_THV = batch.parts(), inputs[2]
+    from nibble.kernels.recurrence import decode
+    from nibble.kernels.recurrence.tiles import unit_rows
+
+    parts, (q_TGK, k_TGK, v_THV, log_decay, beta_TH) = batch.parts(), inputs
+    is_decode = _matrix_rule(inputs, state, batch) is decode
+    if unit and not is_decode:
+        q_TGK, k_TGK = unit_rows(q_TGK, k_TGK)
+        inputs = q_TGK, k_TGK, v_THV, log_decay, beta_TH
+    if is_decode:
+        return decode.recurrence(*inputs, state, batch, delta=delta, unit=unit)
     if parts is None:
         o_THV: Tensor = _matrix_rule(inputs, state, batch).recurrence(*inputs, state, batch, delta=delta)
         return o_THV
     many, ones = parts
     rows, o_THV = slice(batch.num_rows), v_THV.new_empty(v_THV.shape)
-    q_TGK, k_TGK, _, log_decay, beta_TH = inputs
     first = q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay[rows], None if beta_TH is None else beta_TH[rows]
     _matrix_rule(first, state, many).recurrence(*first, state, many, delta=delta, out=o_THV[rows])
     # Of these requests, rows are counted from the step's first.
-    _matrix_rule(inputs, state, ones).recurrence(*inputs, state, ones, delta=delta, out=o_THV)
-    return o_THV
+    return decode.recurrence(*inputs, state, ones, delta=delta, out=o_THV)
 
 
 def _matrix_rule(inputs: _Inputs, state: LayerState, batch: StateMetadata) -> ModuleType:

@@ -23,12 +23,13 @@ from nibble.kernels.recurrence.tiles import (
     BLOCK,
     clear_rows,
     contiguous_rows,
+    inverse_length,
     row_scale,
     states_of,
     to_codes,
     tokens_of,
 )
-from nibble.kernels.recurrence.types import LayerState, StateMetadata
+from nibble.kernels.recurrence.types import UNIT_EPSILON, Convolution, LayerState, StateMetadata
 
 MIN_ROWS = 8
 """Fewest rows of a matrix in a program."""
@@ -73,16 +74,63 @@ def _load_pieces(at, column_CW, K):
     return tl.load(at + column_CW, mask=column_CW < K, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _convolved(x, inputs, weight, bias, first, i, N, start, channels, stride_C, stride_W, TAPS: tl.constexpr,
+               PLACES: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """Return what a convolution makes of some channels of one token, and its newest inputs; as conv_kernel does.
+
+    Args:
+        x: The token's inputs.
+        inputs: Stored inputs of the request.
+        weight: Taps.
+        bias: Of channels, or None.
+        first: The first of the channels.
+        i: Which of them, from that on.
+        N: How many there are.
+        start: The token's position.
+        channels: How many there are in all.
+        stride_C: From a channel's taps to those of the next.
+        stride_W: Between taps.
+        TAPS: Of a channel.
+        PLACES: For inputs of a request.
+        SILU: Whether that is behind it.
+    """
+    c, keep = first + i, i < N
+    sum = tl.zeros(i.shape, tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        position = start - (TAPS - 1) + tap
+        place = (position + PLACES) % PLACES
+        past = tl.load(inputs + place * channels + c, mask=i < tl.where(position >= 0, N, 0), other=0.0)
+        tap_of = tl.load(weight + c * stride_C + tap * stride_W, mask=keep, other=0.0)
+        sum = tl.fma(past.to(tl.float32), tap_of.to(tl.float32), sum)
+    own = tl.load(x + c, mask=keep, other=0.0).to(inputs.dtype.element_ty)
+    last = tl.load(weight + c * stride_C + (TAPS - 1) * stride_W, mask=keep, other=0.0)
+    sum = tl.fma(own.to(tl.float32), last.to(tl.float32), sum)
+    if bias is not None:
+        sum += tl.load(bias + c, mask=keep, other=0.0).to(tl.float32)
+    if SILU:
+        sum = sum / (1 + tl.exp(-sum))
+    return sum.to(x.dtype.element_ty), own
+
+
 @triton.jit(do_not_specialize=["rows", "requests"])
 def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
     q, k, v, log_decay, beta, codes, scales, keys, updates, decays, slots, starts, cu_seqlens, out, rows, requests,
+    x, inputs, weight, bias,
     q_stride_T, k_stride_T, v_stride_T, log_decay_stride_T, beta_stride_T,
     codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
+    x_stride_T, inputs_stride_S, weight_stride_C, weight_stride_W, channels,
+    TAPS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
+    V_AT: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LINES: tl.constexpr, LINE_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read rows of a head's matrix for one token. Grid: tiles of rows, heads, requests."""
+    """Read rows of a head's matrix for one token. Grid: tiles of rows, heads, requests.
+
+    TAPS: of the convolution that makes queries, keys and values; 0: they are given. UNIT: whether queries and keys are
+    normalised, and queries multiplied with SCALE.
+    """
     tile, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if LINES:
         _prefetch_matrix(
@@ -113,12 +161,51 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     key_DJE = tl.load(keys_DJE, mask=keep_DJE, other=0.0).to(tl.float32)
     updates_JV = updates + ((block + j_J) * (H * V))[:, None] + v_V[None, :]
     update_JV = tl.load(updates_JV, mask=(j_J < stored)[:, None] & keep_V[None, :], other=0.0).to(tl.float32)
-    q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
-    own_DE = tl.load(k + column_DE, mask=column_DE < K, other=0.0).to(keys.dtype.element_ty)
-    q_DE, k_DE = _load_pieces(q, column_DE, K), own_DE.to(tl.float32)
-    q_CW = _load_pieces(q, column_CW, K)
-    k_CW = _load_pieces(k, column_CW, K).to(keys.dtype.element_ty).to(tl.float32)
-    value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0).to(tl.float32)
+    keep_DE, keep_CW = column_DE < K, column_CW < K
+    if TAPS:
+        x, inputs = x + row * x_stride_T, inputs + slot * inputs_stride_S
+        first_q, first_k, first_v = Q_AT + key_head * K, K_AT + key_head * K, V_AT + head * V
+        q_DE, new_q_DE = _convolved(x, inputs, weight, bias, first_q, column_DE, K, start, channels,
+                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        k_DE, new_k_DE = _convolved(x, inputs, weight, bias, first_k, column_DE, K, start, channels,
+                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        q_CW, _ = _convolved(x, inputs, weight, bias, first_q, column_CW, K, start, channels,
+                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        k_CW, _ = _convolved(x, inputs, weight, bias, first_k, column_CW, K, start, channels,
+                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        value_V, new_v_V = _convolved(x, inputs, weight, bias, first_v, v_V, V, start, channels,
+                                      weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        # Nobody reads their place: there is one more than the taps before this token's.
+        newest = inputs + start % PLACES * channels
+        tl.store(newest + first_v + v_V, new_v_V, mask=keep_V)
+        if (tile == 0) & (head % (H // G) == 0):
+            tl.store(newest + first_q + column_DE, new_q_DE, mask=keep_DE)
+            tl.store(newest + first_k + column_DE, new_k_DE, mask=keep_DE)
+    else:
+        q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
+        q_DE, k_DE = (
+            tl.load(q + column_DE, mask=keep_DE, other=0.0),
+            tl.load(k + column_DE, mask=keep_DE, other=0.0),
+        )
+        q_CW, k_CW = (
+            tl.load(q + column_CW, mask=keep_CW, other=0.0),
+            tl.load(k + column_CW, mask=keep_CW, other=0.0),
+        )
+        value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0)
+    DTYPE: tl.constexpr = q_DE.dtype
+    q_DE, k_DE, value_V = q_DE.to(tl.float32), k_DE.to(tl.float32), value_V.to(tl.float32)
+    q_CW, k_CW = q_CW.to(tl.float32), k_CW.to(tl.float32)
+    if UNIT:
+        q_factor = inverse_length(tl.sum(tl.sum(q_DE * q_DE, 1), 0), EPSILON)
+        k_factor = inverse_length(tl.sum(tl.sum(k_DE * k_DE, 1), 0), EPSILON)
+        q_DE, q_CW = (
+            (q_DE * q_factor * SCALE).to(DTYPE).to(tl.float32),
+            (q_CW * q_factor * SCALE).to(DTYPE).to(tl.float32),
+        )
+        k_DE, k_CW = (k_DE * k_factor).to(DTYPE).to(tl.float32), (k_CW * k_factor).to(DTYPE).to(tl.float32)
+    own_DE = k_DE.to(keys.dtype.element_ty)
+    k_DE, k_CW = own_DE.to(tl.float32), k_CW.to(keys.dtype.element_ty).to(tl.float32)
+    own_CW = k_CW
     # --- sums of log decays
     if COLUMNS:
         decays, log_decay = (
@@ -199,7 +286,6 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
             else:
                 key_CW *= tl.exp(sum - tl.load(decays + at * H))
             matrix_CVW += past_V[None, :, None] * key_CW[:, None, :]
-        own_CW = _load_pieces(k, column_CW, K).to(keys.dtype.element_ty).to(tl.float32)
         matrix_CVW += new_V[None, :, None] * own_CW[:, None, :]
         scale_1V1 = None
         if MAX_CODE > 0:
@@ -247,46 +333,113 @@ def recurrence(
     batch: StateMetadata,
     *,
     delta: bool,
+    unit: bool = False,
     tile: Tile | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Update matrices by a key and a value of each request, and read them by queries -> [T, H, V]; see the package.
 
     Args:
-        q_TGK: as there, and so are the following.
-        k_TGK: see there.
-        v_THV: see there.
-        log_decay: see there.
-        beta_TH: see there.
-        state: see there.
-        batch: see there.
-        delta: see there.
-        tile: another tile than that of tile_of().
-        out: where the outputs are written.
+        q_TGK: As there, and so are the following.
+        k_TGK: See there.
+        v_THV: See there.
+        log_decay: See there.
+        beta_TH: See there.
+        state: See there.
+        batch: See there.
+        delta: See there.
+        unit: See there.
+        tile: Another tile than that of tile_of().
+        out: Where outputs are written.
     """
-    requests, (tokens, heads, dim) = len(batch.slots_B), v_THV.shape
-    if not requests or not tokens:
+    if not len(batch.slots_B) or not len(v_THV):
         return torch.zeros_like(v_THV)
-    out_THV = v_THV.new_empty(v_THV.shape) if out is None else out
-    q_TGK, k_TGK, v_THV, log_decay = (contiguous_rows(x) for x in (q_TGK, k_TGK, v_THV, log_decay))
-    key_heads, columns = k_TGK.shape[1:]
-    codes, scales, keys = state.planes[0], state.planes[1] if len(state.planes) > 1 else None, state.keys_SPGK
-    gpu, width = gpu_of(v_THV.device), next_power_of_2(columns)
-    tile = tile or tile_of(dim, width, codes.itemsize, requests * heads, gpu)
-    pdl = launch_options(gpu)
-    piece, key_piece = (min(width, LINE // x.itemsize) for x in (codes, keys))
-    # Lines of a whole tile, where rows are whole lines.
-    line = LINE // codes.itemsize
-    lines = tile.rows * columns // line if pdl and dim % tile.rows == 0 and columns % line == 0 else 0
-    decode_kernel[cdiv(dim, tile.rows), heads, requests](
-        q_TGK, k_TGK, v_THV, log_decay, beta_TH, codes, scales, keys, state.updates_SPHV, state.decays,
-        batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, out_THV, tokens, requests,
-        q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), log_decay.stride(0),
-        beta_TH.stride(0) if beta_TH is not None else 0, codes.stride(0), scales.stride(0) if scales is not None else 0,
-        keys.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0),
-        H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
-        D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
-        MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=log_decay.dim() == 3, DELTA=delta,
-        PDL=bool(pdl), num_warps=tile.warps, **pdl,
-    )  # fmt: skip
-    return out_THV
+    rows = contiguous_rows(q_TGK), contiguous_rows(k_TGK), contiguous_rows(v_THV)
+    step = _Step(state, batch, log_decay, beta_TH, v_THV.new_empty(v_THV.shape) if out is None else out)
+    return step.launch(rows, None, delta=delta, unit=unit, tile=tile)
+
+
+def conv_recurrence(
+    conv: Convolution,
+    log_decay: Tensor,
+    beta_TH: Tensor | None,
+    state: LayerState,
+    batch: StateMetadata,
+    *,
+    delta: bool,
+    unit: bool,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Convolve, and update and read matrices by what comes of it, in one launch -> [T, H, V]; see the package."""
+    x_TC, (heads, dim) = conv.x_TC, state.updates_SPHV.shape[2:]
+    if not len(batch.slots_B) or not len(x_TC):
+        return x_TC.new_zeros(len(x_TC), heads, dim)
+    step = _Step(state, batch, log_decay, beta_TH, x_TC.new_empty(len(x_TC), heads, dim))
+    return step.launch((None, None, None), conv, delta=delta, unit=unit, tile=tile)
+
+
+def convolves(conv: Convolution, state: LayerState) -> bool:
+    """Return whether conv_recurrence() may store the newest inputs while others read those before them."""
+    return state.inputs_SPC.shape[1] >= conv.weight_CW.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Tensors of a step."""
+
+    state: LayerState
+    batch: StateMetadata
+    log_decay: Tensor
+    beta_TH: Tensor | None
+    out_THV: Tensor
+
+    def launch(
+        self,
+        rows: tuple[Tensor | None, Tensor | None, Tensor | None],
+        conv: Convolution | None,
+        *,
+        delta: bool,
+        unit: bool,
+        tile: Tile | None,
+    ) -> Tensor:
+        """Compute the step by given queries, keys and values, or by those that a convolution makes."""
+        state, batch, beta_TH, requests = self.state, self.batch, self.beta_TH, len(self.batch.slots_B)
+        tokens, heads, dim = self.out_THV.shape
+        log_decay, keys = contiguous_rows(self.log_decay), state.keys_SPGK
+        key_heads, columns = keys.shape[2:]
+        codes, scales = state.planes[0], state.planes[1] if len(state.planes) > 1 else None
+        gpu, width = gpu_of(self.out_THV.device), next_power_of_2(columns)
+        tile = tile or tile_of(dim, width, codes.itemsize, requests * heads, gpu)
+        pdl = launch_options(gpu)
+        piece, key_piece = (min(width, LINE // x.itemsize) for x in (codes, keys))
+        # Lines of a whole tile, where rows are whole lines.
+        line = LINE // codes.itemsize
+        lines = tile.rows * columns // line if pdl and dim % tile.rows == 0 and columns % line == 0 else 0
+        tensors, strides, facts = _of_convolution(conv, state)
+        decode_kernel[cdiv(dim, tile.rows), heads, requests](
+            *rows, log_decay, beta_TH, codes, scales, keys, state.updates_SPHV, state.decays,
+            batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, self.out_THV, tokens, requests, *tensors,
+            *(0 if x is None else x.stride(0) for x in (*rows, log_decay, beta_TH, codes, scales)),
+            keys.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0), *strides, **facts,
+            UNIT=unit, EPSILON=UNIT_EPSILON, SCALE=columns**-0.5,
+            H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
+            D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
+            MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=log_decay.dim() == 3, DELTA=delta,
+            PDL=bool(pdl), num_warps=tile.warps, **pdl,
+        )  # fmt: skip
+        return self.out_THV
+
+
+def _of_convolution(
+    conv: Convolution | None, state: LayerState
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], dict[str, int]]:
+    """Return the tensors, strides and constants of decode_kernel that are about a convolution."""
+    names = ("TAPS", "PLACES", "SILU", "Q_AT", "K_AT", "V_AT")
+    if conv is None:
+        return (None,) * 4, (0,) * 5, dict.fromkeys(names, 0)
+    x_TC = conv.x_TC if conv.x_TC.stride(1) == 1 else conv.x_TC.contiguous()
+    tensors = x_TC, state.inputs_SPC, conv.weight_CW, conv.bias_C
+    strides = x_TC.stride(0), state.inputs_SPC.stride(0), *conv.weight_CW.stride(), x_TC.shape[1]
+    places, silu = state.inputs_SPC.shape[1], int(conv.activation is not None)
+    facts = (conv.weight_CW.shape[1], places, silu, conv.q_at, conv.k_at, conv.v_at)
+    return tensors, strides, dict(zip(names, facts, strict=True))

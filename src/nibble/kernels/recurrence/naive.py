@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nibble.kernels.recurrence.formats import decode, encode
 from nibble.kernels.recurrence.pieces import Piece, conv_rows, pieces
-from nibble.kernels.recurrence.types import LayerState, StateBatch
+from nibble.kernels.recurrence.types import UNIT_EPSILON, LayerState, StateBatch
 from nibble.kernels.state_formats import BLOCK
 
 
@@ -52,6 +52,14 @@ def causal_conv(
     y_TC = torch.zeros_like(x_TC)
     y_TC[:tokens] = sum_TC
     return y_TC
+
+
+def unit_rows(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of length 1, queries times K^-1/2, in their own dtype; computed in float32."""
+    q, k = (
+        x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON) for x in (q_TGK.float(), k_TGK.float())
+    )
+    return (q * q.shape[-1] ** -0.5).to(q_TGK.dtype), k.to(k_TGK.dtype)
 
 
 def recurrence(

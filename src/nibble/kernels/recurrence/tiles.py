@@ -5,13 +5,14 @@ Shape suffixes: R rows, X values of a row; those of a kernel are in its file. Na
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels import cdiv, gpu_of, next_power_of_2, state_formats
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
-from nibble.kernels.recurrence.types import StateMetadata
+from nibble.kernels.recurrence.types import UNIT_EPSILON, StateMetadata
 
 BLOCK = tl.constexpr(state_formats.BLOCK)
 MIN_SCALE = tl.constexpr(state_formats.MIN_SCALE)
@@ -195,6 +196,48 @@ def store_rows(rows_TX: Tensor, stored_SPX: Tensor, batch: StateMetadata) -> Non
         rows_TX, stored_SPX, batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, batch.settled_B, columns,
         rows_TX.stride(0), stored_SPX.stride(0), P=places, X=width, PDL=bool(pdl), **pdl,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def unit_kernel(
+    q, k, out, rows, q_stride_T, k_stride_T, G: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
+    EPSILON: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Normalise heads of queries and of keys. Grid: rows / R, both."""
+    wait_for_inputs(PDL)
+    row_R1, x_1X = (tl.program_id(0) * R + tl.arange(0, R))[:, None], tl.arange(0, X)[None, :]
+    keep_RX, token_R1, is_key = (row_R1 < rows) & (x_1X < K), (row_R1 // G).to(tl.int64), tl.program_id(1)
+    at_RX = row_R1 % G * K + x_1X
+    if is_key:
+        value_RX = tl.load(k + token_R1 * k_stride_T + at_RX, mask=keep_RX, other=0.0).to(tl.float32)
+    else:
+        value_RX = tl.load(q + token_R1 * q_stride_T + at_RX, mask=keep_RX, other=0.0).to(tl.float32)
+    value_RX *= inverse_length(tl.sum(value_RX * value_RX, 1), EPSILON)[:, None]
+    if is_key == 0:
+        value_RX *= SCALE
+    out_RX = out + (tl.cast(is_key, tl.int64) * rows + row_R1) * K + x_1X
+    tl.store(out_RX, value_RX.to(out.dtype.element_ty), mask=keep_RX)
+
+
+@triton.jit
+def inverse_length(square, EPSILON: tl.constexpr):
+    """Return what a vector is multiplied by so that its length is 1, by its square."""
+    return tl.rsqrt(square + EPSILON)
+
+
+def unit_rows(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of length 1, queries times K^-1/2, as naive.py does."""
+    tokens, heads, columns = q_TGK.shape
+    q_TGK, k_TGK = contiguous_rows(q_TGK), contiguous_rows(k_TGK)
+    out_2TGK = torch.empty(2, tokens, heads, columns, dtype=q_TGK.dtype, device=q_TGK.device)
+    width, rows = next_power_of_2(columns), tokens * heads
+    tile, pdl = max(ROW_VALUES // width, 1), launch_options(gpu_of(q_TGK.device))
+    if rows:
+        unit_kernel[cdiv(rows, tile), 2](
+            q_TGK, k_TGK, out_2TGK, rows, q_TGK.stride(0), k_TGK.stride(0), G=heads, K=columns, SCALE=columns**-0.5,
+            EPSILON=UNIT_EPSILON, X=width, R=tile, PDL=bool(pdl), **pdl,
+        )  # fmt: skip
+    return out_2TGK[0], out_2TGK[1]
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

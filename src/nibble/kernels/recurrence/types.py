@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nibble.kernels.state_formats import BLOCK
 
+UNIT_EPSILON = 1e-6
+"""Added to the squared length of queries and keys that are normalised, in all families."""
 MIN_ONES = 8
 """Requests of one token beside longer ones that are worth launches of their own."""
 
@@ -120,6 +122,31 @@ class StateMetadata:
         rows = zip(slots, starts, lengths, states_at, settled, strict=True)
         live = [row for row in rows if row[0] >= 0]
         return StateBatch(*zip(*live, strict=True)) if live else StateBatch((), (), (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution whose outputs are nothing but queries, keys and values of the rule behind it."""
+
+    x_TC: Tensor
+    weight_CW: Tensor
+    bias_C: Tensor | None
+    activation: str | None
+    """As causal_conv() takes all these."""
+    q_at: int
+    """The channel of the first value of the first query; heads follow one another."""
+    k_at: int
+    """The same of keys."""
+    v_at: int
+    """The same of values."""
+
+    def split(self, y_TC: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys [T, G, K] and values [T, H, V] of its output."""
+        key_heads, columns = state.keys_SPGK.shape[2:]
+        heads, rows = state.updates_SPHV.shape[2:]
+        shapes = ((self.q_at, key_heads, columns), (self.k_at, key_heads, columns), (self.v_at, heads, rows))
+        q, k, v = (y_TC[:, at : at + n * d].unflatten(1, (n, d)) for at, n, d in shapes)
+        return q, k, v
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,137 @@
+"""Steps that are recorded as CUDA graphs, over buffers that stay where they are, and replayed.
+
+Shape suffixes: B rows of a decode step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nibble.engine.request import ScheduledRequest
+from nibble.engine.step_tokens import VerifyInputs
+from nibble.errors import BackendError
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs a function, and returns one that repeats over the same memory all that it did on the device."""
+
+
+class Graphs:
+    """Steps of several sizes, over buffers that stay where they are.
+
+    Args:
+        sizes: rows of a decode step, ascending.
+        device: where steps run.
+        record: how a step is recorded.
+        verify_sizes: requests and rows of each in a step with drafts, largest first.
+    """
+
+    # All tensors of steps are made in inference mode: to a compiled model others look different.
+    @torch.inference_mode()
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        record: Record,
+        verify_sizes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.sizes, self.verify_sizes = tuple(sizes), tuple(verify_sizes)
+        max_rows = max(sizes[-1], *(requests * rows for requests, rows in verify_sizes), 0)
+        self.inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=device)
+        """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
+        lengths = (VerifyInputs.length(*size) for size in verify_sizes)
+        self.verify_inputs = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=device)
+        """Of a step with drafts, as VerifyInputs has them."""
+        self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        """0, 1, 2, ...: where requests of one token begin."""
+        self.rows = torch.arange(max_rows, device=device)
+        """0, 1, 2, ...: the rows whose logits are computed."""
+        self.logits = torch.empty(0, device=device)
+        """[max_rows, V], allocated by the first step."""
+        self._record = record
+        self.is_captured = record is not live
+        """Whether steps are recorded, and not computed each time."""
+        self._replays: dict[int | tuple[int, int], Callable[[], None]] = {}
+
+    def store_logits(self, logits_BV: Tensor) -> None:
+        """Copy a step's logits, so that their own memory serves the next graph too."""
+        if not len(self.logits):
+            self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
+        self.logits[: len(logits_BV)].copy_(logits_BV)
+
+    def verify_size(self, scheduled: Sequence[ScheduledRequest]) -> tuple[int, int] | None:
+        """Return the smallest size with room for requests that decode or verify drafts; None where there is none."""
+        requests, rows = len(scheduled), max(item.num_tokens for item in scheduled)
+        fitting = (size for size in reversed(self.verify_sizes) if size[0] >= requests and size[1] >= rows)
+        return next(fitting, None)
+
+    @torch.inference_mode()
+    def record(
+        self, decode: Callable[[int, Graphs], None], verify: Callable[[tuple[int, int], Graphs], None]
+    ) -> None:
+        """Record decode(size, graphs) and verify(size, graphs) for all sizes.
+
+        Raises:
+            BackendError: a graph cannot hold a step.
+        """
+        # The largest first: the others then fit into its memory.
+        for shape in self.verify_sizes:
+            self.verify_inputs.zero_()  # no request has any token
+            requests, rows = shape
+            self._record_one(
+                shape,
+                partial(verify, shape, self),
+                f"step of {requests} requests with {rows - 1} drafts each",
+            )
+        for size in reversed(self.sizes):
+            self.inputs.zero_()
+            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
+            self.inputs[size : 2 * size] = -1
+            self._record_one(size, partial(decode, size, self), f"decode step of {size} requests")
+
+    def _record_one(self, size: int | tuple[int, int], run: Callable[[], None], name: str) -> None:
+        try:
+            self._replays[size] = self._record(run)
+        # The start explains it by the memory plan (explain_out_of_memory).
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a kernel does that a graph cannot hold
+            raise BackendError(
+                f"a {name} cannot be recorded as a CUDA graph ({error}); serve without graphs: --no-graphs"
+            ) from error
+
+    def replay(self, size: int | tuple[int, int]) -> None:
+        """Compute a step of this size from inputs to logits."""
+        self._replays[size]()
+
+
+class CudaGraphs:
+    """Records on a stream of its own, into memory that all its graphs share."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record `run` and return what replays it."""
+        # The buffers were filled on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # What happens the first time only, loading and tuning of kernels, must not be recorded.
+            run()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may call CUDA in the meantime.
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+def live(run: Callable[[], None]) -> Callable[[], None]:
+    """Record nothing: the step over the same buffers is computed each time."""
+    return run

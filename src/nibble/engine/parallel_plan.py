@@ -1,0 +1,71 @@
+"""What is planned of a model that is divided among GPUs, and what cannot be had with it yet. It loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nibble.config import Config
+from nibble.errors import ConfigError
+from nibble.hardware import Hardware
+from nibble.model_spec import ModelSpec
+from nibble.models.quantization import Handling, Weights
+
+COLLECTIVES = 768 << 20
+"""Bytes that NCCL and symmetric memory take of each GPU."""
+
+
+def of_rank(hardware: Hardware, size: int) -> Hardware:
+    """Return what one of `size` ranks has of the machine: a GPU, or its part of a CPU's memory."""
+    if size == 1:
+        return hardware
+    memory = hardware.memory // size if hardware.is_cpu else hardware.memory - COLLECTIVES
+    return replace(hardware, memory=memory, host=hardware.host and hardware.host // size)
+
+
+def check(config: Config, weights: Weights | None) -> None:
+    """Raise ConfigError for what is not served over several GPUs.
+
+    Args:
+        config: what is requested.
+        weights: what becomes of quantised weights.
+    """
+    if config.tp == 1:
+        return
+    is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
+    refusals = (
+        (bool(config.hisparse), "--hisparse", "pages that are in host memory are those of one GPU"),
+        (
+            bool(config.weights),
+            "--weights",
+            "a part would be quantised by other scales than the whole",
+        ),
+        (config.compile_cache, "--compile-cache", "compiled code of a rank is not kept"),
+        (bool(config.watch_fidelity), "--watch-fidelity", "one rank sees its own heads alone"),
+        (is_foreign, "such weights", "only Transformers unpacks them, as a whole"),
+    )
+    for is_asked, what, why in refusals:
+        if is_asked:
+            raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
+    if config.drafts and config.drafts.path:
+        raise ConfigError(
+            f"--speculative {config.speculative} with --tp {config.tp} is not served: a model that drafts runs on one "
+            "GPU; --speculative lookup works"
+        )
+
+
+def notes(model_spec: ModelSpec) -> Iterator[str]:
+    """Yield what users should know of a divided model."""
+    if model_spec.tp == 1:
+        return
+    yield (
+        f"tensor parallelism: each layer is divided among {model_spec.tp} GPUs; heads, bytes of weights and tokens "
+        "are those of one of them"
+    )
+    own = {stream.heads for group in model_spec.groups for stream in group.streams}
+    if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1}:
+        most = max(model_spec.kv_heads)
+        what = "latents" if most == 1 else f"KV heads ({most})"
+        yield f"{what} are kept by several GPUs, as there are fewer than {model_spec.tp} of a token"
+    if model_spec.replicated:
+        yield f"every GPU computes all of: {', '.join(model_spec.replicated)}"

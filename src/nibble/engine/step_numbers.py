@@ -1,0 +1,64 @@
+"""A step as plain numbers, which one rank makes of a batch and every rank computes from.
+
+Shape suffixes: S rows that are sampled from, B requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nibble.engine.page_tables import PackedInts, SentUpdates
+from nibble.engine.step_tokens import PhaseGroup, StateRows
+
+
+@dataclass(slots=True)
+class StepNumbers:
+    """A step as plain numbers: all that a device, this one or another rank's, needs to compute it."""
+
+    ints: PackedInts
+    inputs: tuple[slice, ...]
+    """Where token ids, positions, rows of tokens, rows of logits and rows that are sampled for lie; of a replayed step
+    its three inputs in one."""
+    num_tokens: int
+    num_logits: int
+    updates: SentUpdates
+    takes_sampled: bool = False
+    """Whether any token is the one that the step before has sampled."""
+    replay_size: int | tuple[int, int] = 0
+    """Rows of the recorded step that computes it, or requests and rows of each with drafts; 0: none does."""
+    skipped: tuple[slice, slice] = (slice(0), slice(0))
+    """Tokens that are not written to pages, and those that are not kept in exact pages."""
+    state_rows: StateRows | None = None
+    groups: Sequence[PhaseGroup] = ()
+    state_copies: Sequence[tuple[int, int]] = ()
+    """Slots of recurrent states that are copied before the step."""
+
+
+class Followers(Protocol):
+    """The other ranks of a model whose layers are divided among GPUs: they compute what this one does."""
+
+    def compute(self, numbers: StepNumbers) -> None:
+        """Let them compute a step, which this rank computes next."""
+        ...
+
+    def record(
+        self, sizes: Sequence[int], verify_sizes: Sequence[tuple[int, int]], *, captured: bool
+    ) -> None:
+        """Let them record decode steps, which this rank records next."""
+        ...
+
+    def store_sampled(self, tokens_S: Tensor) -> None:
+        """Let them store what was sampled."""
+        ...
+
+    def run(self, name: str) -> None:
+        """Let them do something else, which this rank does next."""
+        ...
+
+    def failed(self, error: Exception) -> Exception:
+        """Return what a failure of this rank in a step comes from; no further step can be computed."""
+        ...

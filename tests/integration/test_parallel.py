@@ -1,0 +1,137 @@
+"""A model that is divided among processes: the real ones, over gloo, and what becomes of an engine whose rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nibble import LLM, ConfigError, NibbleError
+from nibble.engine import ranks as ranks_of_engine
+from nibble.engine.ranks import Ranks
+from nibble.errors import RankError
+from nibble.kernels.collectives.processes import GlooCollectives
+from tiny import save_tiny
+
+OPTIONS: dict[str, Any] = {"max_context": 256, "kv_memory": "1MiB", "token_budget": 16, "max_running": 4}
+PROMPT = list(range(5, 75))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("divided"))
+
+
+@pytest.fixture(scope="module")
+def divided(path: Path) -> Iterator[LLM]:
+    """An engine of two processes."""
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        (pid,) = ranks_of(llm).pids.values()
+        yield llm
+    assert ended(pid), "a process is left"
+
+
+def ranks_of(llm: LLM) -> Ranks:
+    assert llm.engine.ranks is not None
+    return llm.engine.ranks
+
+
+def ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:
+    one = LLM(str(path), kv_format="fp32", **OPTIONS)
+    assert float((divided.logits(PROMPT) - one.logits(PROMPT)).abs().max()) < 1e-4
+    prompts = [PROMPT[: 9 * i] for i in range(1, 7)]
+    answers = [
+        [
+            output.completions[0].token_ids
+            for output in llm.generate(prompts, max_tokens=8, temperature=0, ignore_eos=True)
+        ]
+        for llm in (divided, one)
+    ]
+    assert answers[0] == answers[1]
+    assert isinstance(ranks_of(divided).here.group, GlooCollectives)  # type: ignore[union-attr]
+
+
+def test_the_plan_is_of_one_rank_and_says_so(divided: LLM) -> None:
+    spec = divided._engine_plan.model_spec
+    assert (spec.tp, spec.groups[0].q_heads, spec.groups[0].streams[0].heads) == (2, 2, 1)
+    assert "each layer is divided among 2 GPUs" in str(divided.plan)
+
+
+def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        streams = [llm.stream(PROMPT[:n], max_tokens=100, ignore_eos=True) for n in (5, 20, 40)]
+        for stream in streams:
+            next(stream)
+        (pid,) = ranks_of(llm).pids.values()
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        for stream in streams:
+            with pytest.raises(NibbleError, match="rank 1 of 2 was killed by signal 9"):
+                for _ in stream:
+                    pass
+        assert time.monotonic() - began < 10
+        with pytest.raises(RankError, match="rank 1 of 2 was killed"):
+            llm.generate(PROMPT, max_tokens=1)
+        assert ended(pid)
+
+
+def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        (pid,) = ranks_of(llm).pids.values()
+        monkeypatch.setattr(ranks_of_engine, "HANG_S", 1.0)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(NibbleError, match="rank 1 of 2 has not taken up a step for"):
+                llm.generate(PROMPT, max_tokens=4)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert ended(pid)
+
+
+def test_a_start_that_fails_in_a_rank_says_which_and_why(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import sys\nfrom nibble.engine import build, rank\n"
+        "def load(*_, **__): raise MemoryError('no room for the weights')\n"
+        "build.load = load\nrank.run(sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(ranks_of_engine, "PROGRAM", (sys.executable, str(program)))
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed \(MemoryError: no room for the weights\)"):
+        LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 3}, "cannot be divided among 3 GPUs; the nearest number that works is --tp 2"),
+        ({"tp": 8}, "the nearest number that works is --tp 4"),
+        ({"tp": 2, "watch_fidelity": 0.5}, "--watch-fidelity with --tp 2 is not served"),
+        ({"tp": 2, "weights": "fp8"}, "--weights with --tp 2 is not served"),
+        ({"tp": 2, "speculative": "draft:demo"}, "--speculative lookup works"),
+        ({"tp": 0}, "tp must be at least 1"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_starts(
+    path: Path, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM(str(path), kv_format="fp32", **OPTIONS, **options)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,229 @@
+"""Families that are divided among ranks: answers are those of one rank, and planted faults are noticed.
+
+Ranks are threads here (thread_ranks.py). With an unquantised cache logits are those of one rank within rounding,
+whatever is cut into chunks, read from the prefix cache or computed again; quantised caches store nearly the same codes,
+and with --deterministic the very same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import TOLERANCE, VOCAB, tiny_model
+from nibble import LLM, ConfigError
+from nibble.kernels import collectives
+from nibble.kernels.append.naive import dequantize_tokens
+from nibble.models import parallel, shards
+from nibble.models.hub import quiet
+from thread_ranks import ThreadRanks, threads_as_ranks
+from tiny import save_model, save_tokenizer
+
+OPTIONS: dict[str, Any] = {"max_context": 128, "max_running": 4, "token_budget": 7}
+# GQA with fewer KV heads than ranks, sinks with windows and experts, MLA with experts, DSA, one fused layer for queries,
+# keys and values, a hybrid, and attention that cannot be divided.
+CASES = {
+    "llama": 4, "gpt_oss": 2, "deepseek_v3": 2, "glm_moe_dsa": 2, "phi3": 2, "qwen3_next": 2, "olmo2": 2,
+}  # fmt: skip
+REPLICATED = {"olmo2": "attention (a norm goes over all heads)"}
+
+
+def tokens(count: int, seed: int, vocabulary: int = VOCAB) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (count,), generator=generator).tolist()
+
+
+PROMPT = tokens(40, seed=1)
+PROMPTS = [PROMPT, PROMPT[:30] + tokens(9, 2), tokens(21, 3), PROMPT[:33] + tokens(20, 4), tokens(35, 5)]
+"""Some begin alike."""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"": tmp_path_factory.mktemp("families")}
+
+
+def saved(paths: dict[str, Path], name: str) -> Path:
+    if name not in paths:
+        paths[name] = paths[""] / name
+        with quiet():
+            tiny_model(name).save_pretrained(paths[name])
+    return paths[name]
+
+
+@contextmanager
+def served(path: Path, tp: int, **options: Any) -> Iterator[LLM]:
+    options = {**OPTIONS, **options}
+    with threads_as_ranks(), LLM(str(path), tp=tp, **options) as llm:
+        yield llm
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    outputs = llm.generate(PROMPTS, max_tokens=10, temperature=0, ignore_eos=True, progress=False)
+    return [output.completions[0].token_ids for output in outputs]
+
+
+def compare(path: Path, tp: int, name: str) -> None:
+    # So few pages that requests are preempted.
+    options = {"kv_format": "fp32", "kv_memory": "8MiB"}
+    with served(path, 1, **options) as llm:
+        logits_TV, expected = llm.logits(PROMPT), answers(llm)
+    with served(path, tp, **options) as llm:
+        spec = llm._engine_plan.model_spec
+        assert spec.tp == tp and (REPLICATED.get(name, "") in spec.replicated or not REPLICATED.get(name))
+        assert float((llm.logits(PROMPT) - logits_TV).abs().max()) < TOLERANCE
+        assert answers(llm) == expected
+        # Again, of which most is in the prefix cache.
+        assert answers(llm) == expected and llm.engine.scheduler.metrics.cache.hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path]) -> None:
+    compare(saved(paths, name), CASES[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", sorted(parallel.VERIFIED))
+def test_every_family_that_may_be_divided(name: str, tp: int, paths: dict[str, Path]) -> None:
+    compare(saved(paths, name), tp, name)
+
+
+def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:
+    options = {"kv_format": "fp32", "prefix_cache": False}
+    with served(saved(paths, "llama"), 2, kv_memory="8MiB", **options) as llm:
+        expected, page = answers(llm), llm.plan.layout.bytes_per_token * llm.plan.page_size
+    with served(saved(paths, "llama"), 2, kv_memory=str(9 * page), **options) as llm:
+        assert answers(llm) == expected
+        assert llm.engine.scheduler.metrics.preemptions > 0
+
+
+def test_families_that_nobody_compared_are_refused(tmp_path: Path) -> None:
+    with quiet():
+        tiny_model("granitemoe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--tp 2: granitemoe cannot be divided among GPUs yet"):
+        LLM(str(tmp_path), tp=2, kv_format="fp32", **OPTIONS)
+
+
+# Quantised caches
+
+WIDE = {"intermediate_size": 256}
+"""Widths of which each part fills vectors: torch computes the tail of silu() otherwise."""
+
+
+def stored(llm: LLM, tp: int, heads: int) -> dict[tuple[int, str], Tensor]:
+    """What all ranks store of a prompt, [T, H, D] by layer and stream."""
+    ranks, runners = llm.engine.ranks, [llm.engine.runner]
+    if tp > 1:
+        assert isinstance(ranks, ThreadRanks)
+        runners += [ranks.followers[rank].runner for rank in range(1, tp)]
+    slots, found = torch.arange(96), {}
+    for layer in range(len(llm.plan.owner)):
+        for name in ("k", "v"):
+            parts = [dequantize_tokens(r.pool.view(layer).streams[name].paged, slots) for r in runners]
+            x_THD = torch.cat(parts, 1)
+            # Of a head that several ranks keep, one.
+            found[layer, name] = x_THD[:, :: x_THD.shape[1] // heads]
+    return found
+
+
+def long_prompt(llm: LLM, tp: int) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
+    return llm.logits(tokens(100, 6, 320)), stored(llm, tp, 2)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_model(tmp_path_factory.mktemp("qwen"), "qwen3", **WIDE)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Means of K, and scales, are measured on all heads.
+        {"kv_format": "nvfp4"},
+        {"kv_format": "k8v4", "kv_scales": "one", "kv_window": 16},
+    ],
+)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_deterministic_ranks_store_and_answer_what_one_does(
+    tp: int, options: dict[str, Any], qwen: Path
+) -> None:
+    options = {**options, "deterministic": True, "kv_memory": "1MiB", "prefix_cache": False}
+    with served(qwen, 1, **options) as llm:
+        logits_TV, expected = long_prompt(llm, 1)
+    with served(qwen, tp, **options) as llm:
+        found_TV, found = long_prompt(llm, tp)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert torch.equal(found_TV, logits_TV)
+
+
+def test_sums_over_ranks_change_hardly_a_code(qwen: Path) -> None:
+    options = {"kv_format": "nvfp4", "kv_scales": "one", "kv_memory": "1MiB", "kv_window": 0}
+    with served(qwen, 1, **options) as llm:
+        logits_TV, expected = long_prompt(llm, 1)
+    with served(qwen, 4, **options) as llm:
+        found_TV, found = long_prompt(llm, 4)
+    different = torch.cat([(found[key] != expected[key]).flatten() for key in expected])
+    assert float(different.float().mean()) <= 1e-3
+    p, q = logits_TV.log_softmax(-1), found_TV.log_softmax(-1)
+    assert float((p.exp() * (p - q)).sum(-1).mean()) <= 1e-3
+
+
+# Planted faults
+
+
+def error(paths: dict[str, Path], name: str = "llama", tp: int = 2) -> float:
+    with served(saved(paths, name), 1, kv_format="fp32", kv_memory="8MiB") as llm:
+        expected_TV = llm.logits(PROMPT)
+    with served(saved(paths, name), tp, kv_format="fp32", kv_memory="8MiB") as llm:
+        return float((llm.logits(PROMPT) - expected_TV).abs().max())
+
+
+def test_a_shard_of_another_rank_is_noticed(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shards.Shard.part
+
+    def swapped(self: shards.Shard, whole: int, part: int) -> tuple[int, int]:
+        # Columns of gate and up alone, so that each rank has a consistent part of the wrong one.
+        if whole == 96 and self.size == 2:
+            return own(shards.Shard(0, 2), whole, part)
+        return own(self, whole, part)
+
+    monkeypatch.setattr(shards.Shard, "part", swapped)
+    assert error(paths) > 10 * TOLERANCE
+
+
+def test_a_sum_that_is_left_out_is_noticed(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1 << 30))
+    own = collectives.all_reduce
+
+    def without_one(x: Tensor, group: int) -> Tensor:
+        y = own(x, group)
+        return x if next(calls) in (2, 3) else y
+
+    monkeypatch.setattr(collectives, "all_reduce", without_one)
+    assert error(paths) > 10 * TOLERANCE
+
+
+def test_means_of_other_heads_are_noticed(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nibble.engine import build
+
+    own = build.kv_scales.part
+    options = {"kv_format": "nvfp4", "kv_window": 0, "kv_memory": "1MiB", "deterministic": True}
+    with served(qwen, 1, **options) as llm:
+        _, expected = long_prompt(llm, 1)
+
+    def of_rank_0(scales: Any, layout: Any, kv_heads: Any, _: int, size: int) -> Any:
+        return own(scales, layout, kv_heads, 0, size)
+
+    monkeypatch.setattr(build.kv_scales, "part", of_rank_0)
+    with served(qwen, 2, **options) as llm:
+        _, found = long_prompt(llm, 2)
+    assert any(not torch.equal(found[key], expected[key]) for key in expected)
