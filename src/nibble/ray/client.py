@@ -78,10 +78,11 @@ class ClusterClient:
                     # Waits for a replica; where there may be none (min_replicas 0), this request starts one.
                     self._set_ready([await self._handle.options(method_name="ready").remote()])
                 await self._poll()
-            except (*self._deaths, TimeoutError) as error:
-                log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
-            except Exception:
-                logging.getLogger("nibble.server").exception("engines cannot be asked")
+            except Exception as error:
+                if isinstance(error, (*self._deaths, TimeoutError)):
+                    log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
+                else:
+                    logging.getLogger("nibble.server").exception("engines cannot be asked")
             await asyncio.sleep(POLL_S)
 
     async def _call_all(self, method: str) -> list[Any]:
