@@ -5,10 +5,9 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -46,7 +45,7 @@ from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, f
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
-from nibble.engine.tokenizer import Tokenizer, require_tokenizer
+from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, tokenizer_of
 from nibble.engine.warmup import warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
@@ -58,7 +57,7 @@ from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
-from nibble.models.hub import has_tokenizer, local_folder, locate, pinned, split_head
+from nibble.models.hub import local_folder, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.parallel_layers import drop_repeated_biases, join
 from nibble.models.quantization import Handling, require_readable
@@ -523,7 +522,7 @@ def _engine(
         config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
     run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
-    eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
+    eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
         runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states),
@@ -547,31 +546,6 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
     if config.deterministic:
         return compiled(model, invariant.backend) if config.compile else plain_invariant(model)
     return compiled(model, keep=config.compile_cache) if config.compile else None
-
-
-def tokenizer_of(
-    model: str, chat_template: str | None = None, trust_remote_code: bool = False
-) -> Tokenizer | None:
-    """Return the model's tokenizer; None for a local checkpoint that has no tokenizer files.
-
-    Args:
-        model: a folder or hub name.
-        chat_template: a file or a text, in place of the model's own.
-        trust_remote_code: whether code that comes with it may run.
-    """
-    path = Path(locate(model))
-    if path.exists() and not has_tokenizer(path):
-        return None
-    return Tokenizer(str(path) if path.exists() else model, chat_template, trust_remote_code)
-
-
-def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    eos_ids: set[int] = set(tokenizer.eos_ids if tokenizer else ())
-    # Some models name a further end token, that of a turn, in generation_config alone; multimodal ones in that of text.
-    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
-        eos_ids |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
-    return frozenset(eos_ids)
 
 
 def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:

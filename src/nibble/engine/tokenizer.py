@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from nibble.errors import ConfigError, RequestError, WeightError
-from nibble.models.hub import model_file, read_json
+from nibble.models.hub import has_tokenizer, locate, model_file, read_json
 
 MARK = "\ufdd0"
 """Stands before a special token in a text in which nothing else may be taken for one: a noncharacter, which Unicode
@@ -407,3 +407,29 @@ def _broken_file(path: str, error: Exception) -> str:
     if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
         return f"there is no vocabulary ({', '.join(VOCABULARIES)}); {again}"
     return f"{reason}; {again}, or install the package that they need"
+
+
+def tokenizer_of(
+    model: str, chat_template: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer | None:
+    """Return the model's tokenizer; None for a local checkpoint that has no tokenizer files.
+
+    Args:
+        model: a folder or hub name.
+        chat_template: a file or a text, in place of the model's own.
+        trust_remote_code: whether code that comes with it may run.
+    """
+    path = Path(locate(model))
+    if path.exists() and not has_tokenizer(path):
+        return None
+    return Tokenizer(str(path) if path.exists() else model, chat_template, trust_remote_code)
+
+
+def eos_ids_of(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end an answer, by the tokenizer and the model's configs."""
+    eos_ids: set[int] = set(tokenizer.eos_ids if tokenizer else ())
+    # Some models name a further end token, that of a turn, in generation_config alone; multimodal ones in that of text.
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        eos_ids |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
+    return frozenset(eos_ids)

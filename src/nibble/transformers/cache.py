@@ -34,12 +34,13 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, tokenizer_of
+from nibble.engine.build import CHUNK
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, start_tokens
 from nibble.engine.model_runner import adapters
 from nibble.engine.plan import with_usable_transforms
 from nibble.engine.scale_source import AUTO, Origin, find_source, resolve_scales
+from nibble.engine.tokenizer import tokenizer_of
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
@@ -592,8 +593,7 @@ def _encode(cache_plan: CachePlan, prompts: Sequence[Prompt]) -> list[Sequence[i
         raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
     if not any(isinstance(prompt, str) for prompt in prompts):
         return list(prompts)  # type: ignore[arg-type]
-    tokenizer = tokenizer_of(cache_plan.config.model)
-    if tokenizer is None:
+    if (tokenizer := tokenizer_of(cache_plan.config.model)) is None:
         raise ScaleError(
             f"calibration on text needs a tokenizer, and {cache_plan.config.model} has none; give calibrate=[token ids]"
         )
