@@ -39,7 +39,7 @@ def parts_of(runner: ModelRunner) -> list[Any]:
     return [
         *warmup._tests(runner),
         partial(warmup._run_chunks, runner, 8192, 300),
-        partial(warmup._run_drafts, runner, 300),
+        partial(warmup._run_drafts, runner, 300, 7),
         partial(rehearsal.rehearse_graphs, runner, (2, 4, 8, 24), ()),
     ]
 
