@@ -193,8 +193,6 @@ class Engine:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
-        if self.ranks:
-            self.ranks.check()
         prompt = truncated(prompt, params.truncate_prompt_tokens, self.scheduler.limit - params.max_tokens)
         self.check(prompt, params, answer=params.max_tokens > 0)
         bad_words = self.tokenizer.token_sequences(params.bad_words) if self.tokenizer else ()
@@ -369,7 +367,10 @@ class Engine:
         Raises:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
+            RankError: a process of a divided model has failed.
         """
+        if self.ranks:
+            self.ranks.check()
         check_request(prompt, params, self.vocab_size, self.tokenizer)
         self.scheduler.check_length(len(prompt), answer=answer)
 
@@ -380,6 +381,8 @@ class Engine:
         rows = sum(1 + len(item.drafts) for item in sampling)
         try:
             logits = self.runner.forward(batch)
+            if self.speculation and self.speculation.head:
+                self.speculation.head.observe(batch, self.runner.hidden_states)
             sampled = self._sample(logits[:rows], sampling) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
