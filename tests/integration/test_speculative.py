@@ -267,8 +267,8 @@ def test_what_a_start_on_a_gpu_runs_of_drafts(tiny: Path, models: dict[str, Path
         llm = engine(model, kv_format=kv_format, speculative="lookup")
         expected = answers(llm, PROMPTS, **GREEDY)
         llm.engine.scheduler.manager.clear()
-        warmup._run_drafts(llm.engine.runner, 1000)
-        warmup._run_drafts(llm.engine.runner, 20)
+        warmup._run_drafts(llm.engine.runner, 1000, 7)
+        warmup._run_drafts(llm.engine.runner, 20, 7)
         same(answers(llm, PROMPTS, **GREEDY), expected)
 
 

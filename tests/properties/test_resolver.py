@@ -129,7 +129,7 @@ def test_every_route_is_served_by_its_row(question: tuple) -> None:
     assert made.window in {0, 0 if config.kv_window == 0 else BEST.window}
     parts = scheme_groups(CacheSpec.from_config(config), model, made.window, BEST.transforms)
     for group, part in zip(made.groups, parts, strict=True):
-        assert bool(group.near_routes) == bool(made.window)
+        assert bool(group.near_routes or group.near_kernel) == bool(made.window)
         assert (group.layers, group.scheme) == (part.layers, part.scheme.name)
         assert {route.phase for route in group.routes} >= {Phase.PREFILL, Phase.EXTEND, Phase.DECODE}
         for route in group.routes:
