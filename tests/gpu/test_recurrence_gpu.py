@@ -213,7 +213,8 @@ def test_decode_steps_convolve_in_one_launch(name: str, format: str, share: int)
         assert torch.equal(states[0].inputs_SPC, states[1].inputs_SPC)
         starts = [start + 1 for start in starts]
     print(f"joined, {name}, {format}: error {worst:.1e}")
-    assert worst < LIMITS[dtype] * COARSE.get(format, 1)
+    # Outputs of the convolution, and queries and keys, are rounded on the way.
+    assert worst < 2 * LIMITS[dtype] * COARSE.get(format, 1)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "KDA", "Mamba 2", "convolution"])
