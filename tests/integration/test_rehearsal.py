@@ -37,9 +37,9 @@ USUAL: dict[str, Any] = {"kv_memory": "8MiB", "max_running": 8, "max_context": 4
 
 def parts_of(runner: ModelRunner) -> list[Any]:
     return [
-        *warmup._tests(runner),
+        *warmup.tests_of(runner),
         partial(warmup._run_chunks, runner, 8192, 300),
-        partial(warmup._run_drafts, runner, 300),
+        partial(warmup._run_drafts, runner, 300, 7),
         partial(rehearsal.rehearse_graphs, runner, (2, 4, 8, 24), ()),
     ]
 
