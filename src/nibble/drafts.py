@@ -9,6 +9,9 @@ from nibble.errors import ConfigError
 MAX_DRAFTS = 15
 """Most draft tokens of a request in a step: with the token before them, as many as a recurrent state has in a block."""
 
+BUNDLED_HEADS = {"demo": "demo-eagle3"}
+"""Bundled models that come with a head that drafts -> its name."""
+
 GPU_DRAFTS = 7
 """Most draft tokens on a GPU where the user names no number: with the token before them, as many as kernels verify in
 one reading of the cache."""
@@ -62,14 +65,14 @@ class SpeculativeSpec:
             if tokens != "auto":
                 raise ConfigError("speculative_tokens needs a drafter: --speculative lookup, or draft:PATH")
             return None
-        name, colon, rest = text.partition(":")
-        path, comma, setting = rest.partition(",")
+        drafter, comma, setting = text.partition(",")
+        name, colon, path = drafter.partition(":")
         if colon and not path:
             raise ConfigError(f"speculative {text!r} names no checkpoint; write it as {name}:PATH")
         key, _, kv_format = setting.partition("=")
         if comma and (key.strip() != "kv_format" or not kv_format):
             raise ConfigError(
-                f"cannot read {setting!r} of speculative; write it as {name}:{path},kv_format=nvfp4"
+                f"cannot read {setting!r} of speculative; write it as {drafter},kv_format=nvfp4"
             )
         count = None if tokens == "auto" else int(tokens)
         return cls(drafter=name, path=path, tokens=count, kv_format=kv_format.strip())

@@ -13,9 +13,12 @@ STEPS, TOKENS, CONFIG = "--speculative-num-steps", "--speculative-num-draft-toke
 TOP_K = "--speculative-eagle-topk"
 FLAGS = frozenset({ALGORITHM, PATH, STEPS, TOKENS, TOP_K, CONFIG})
 """SGLang's, and vLLM's `--speculative-config`; each has a value."""
-DRAFTERS = {"ngram": "lookup", "suffix": "lookup", "standalone": "draft", "draft_model": "draft"}
-"""Names of methods and algorithms, in lower case -> ours."""
-HEADS = "heads that draft (EAGLE, MTP and their like) are not served yet; there are lookup and draft:PATH"
+DRAFTERS = {
+    "ngram": "lookup", "suffix": "lookup", "standalone": "draft", "draft_model": "draft", "eagle3": "eagle3",
+    "nextn": "mtp", "mtp": "mtp",
+}  # fmt: skip
+"""Names of methods and algorithms, in lower case -> ours; families' own names of mtp end like it."""
+HEADS = "of heads that draft, EAGLE-3 (eagle3:PATH) and MTP (mtp) are served; so are lookup and draft:PATH"
 
 
 def translate(flags: Mapping[str, str]) -> list[str]:
@@ -53,13 +56,13 @@ def _of_config(text: str) -> list[str]:
 
 
 def _options(flag: str, method: str, path: str | None, tokens: str | None) -> list[str]:
-    drafter = DRAFTERS.get(method.lower())
+    drafter = "mtp" if method.lower().endswith("_mtp") else DRAFTERS.get(method.lower())
     if drafter is None:
         raise ConfigError(f"{flag} {method}: {HEADS}")
-    if drafter == "draft":
+    if drafter in ("draft", "eagle3"):
         if not path:
-            raise ConfigError(f"{flag} {method} names no model that drafts; ours is --speculative draft:PATH")
-        drafter = f"draft:{path}"
+            raise ConfigError(f"{flag} {method} names no checkpoint; ours is --speculative {drafter}:PATH")
+        drafter = f"{drafter}:{path}"
     return ["--speculative", drafter, *(["--speculative-tokens", tokens] if tokens else [])]
 
 

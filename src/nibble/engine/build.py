@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,9 @@ from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
 from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
-from nibble.engine import certificate_lookup
+from nibble.engine import certificate_lookup, head_start
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
+from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.memory_check import explain_out_of_memory
@@ -56,11 +57,11 @@ from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
-from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
+from nibble.models.heads import load_config
+from nibble.models.hub import has_tokenizer, local_folder, locate, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.parallel_layers import drop_repeated_biases, join
 from nibble.models.quantization import Handling, require_readable
-from nibble.models.refusals import load_config
 from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter
 
@@ -81,14 +82,19 @@ class EngineParts:
     texts: Sequence[str] | None = None
     """Texts to measure KV scales with; None: `scales` are the scales."""
     scales: KVScales = kv_scales.NONE
+    target: Engine | None = None
+    """Of the model that a head drafts for, where this is one."""
 
 
-def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> EngineParts:
+def plan_parts(
+    config: Config, calibrate: Sequence[str] | None = None, target: Engine | None = None
+) -> EngineParts:
     """Plan an engine, and load and check all that needs no weights.
 
     Args:
         config: what is requested.
         calibrate: texts to measure KV scales with, instead of config.kv_scales.
+        target: of the model that a head drafts for, if this is one.
 
     Raises:
         ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
@@ -104,7 +110,8 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         # KV scales that it brings have a say in the transforms.
         engine_plan = _runnable(plan_engine(config))
     defaults = sampling_defaults(model, config.generation_config)
-    tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
+    own_tokenizer = partial(tokenizer_of, model, config.chat_template, config.trust_remote_code)
+    tokenizer = target.tokenizer if target else own_tokenizer()
     _check_tokenizers(engine_plan, tokenizer)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
     scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
@@ -113,17 +120,17 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         download(model)
     certificate_lookup.require(engine_plan, scales)
     if scales is not None:
-        return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales)
+        return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales, target=target)
     if tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
     texts = builtin_texts() if calibrate is None else calibrate
-    return EngineParts(engine_plan, tokenizer, defaults, source, texts)
+    return EngineParts(engine_plan, tokenizer, defaults, source, texts, target=target)
 
 
 def _check_tokenizers(engine_plan: EnginePlan, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError where a model drafts whose tokens are other ones."""
     draft = engine_plan.draft
-    if draft is None or tokenizer is None:
+    if draft is None or tokenizer is None or split_head(draft.model)[0]:
         return
     other = tokenizer_of(pinned(draft).model, trust_remote_code=draft.trust_remote_code)
     if other is not None and not tokenizer.is_like(other):
@@ -167,7 +174,12 @@ def _runnable(engine_plan: EnginePlan) -> EnginePlan:
 
 
 def build(
-    config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False, test: bool = True
+    config: Config,
+    calibrate: Sequence[str] | None = None,
+    *,
+    poison: bool = False,
+    test: bool = True,
+    target: Engine | None = None,
 ) -> tuple[Engine, EnginePlan]:
     """Return a running engine, and its plan.
 
@@ -176,6 +188,7 @@ def build(
         calibrate: texts to measure KV scales with, instead of config.kv_scales.
         poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
         test: whether to run the start-up test.
+        target: of the model that a head drafts for, if this is one.
 
     Raises:
         ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
@@ -187,7 +200,7 @@ def build(
     meter = LoadMeter()
     startup = StartupReport()
     with startup.part("plan"):
-        parts = plan_parts(config, calibrate)
+        parts = plan_parts(config, calibrate, target)
     build_parts = partial(_build, parts, startup, meter, poison=poison, test=test)
     if config.tp == 1:
         return build_parts(None), parts.plan
@@ -229,6 +242,7 @@ def _build(
             with startup.part("compiler"):
                 compile_cache.warm_compiler(config.compile_cache)
     here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
+    startup.notes += filter(None, [getattr(here.group, "note", "")] if here else [])
     model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
@@ -251,6 +265,8 @@ def _build(
     engine.startup, engine.sampling_defaults = startup, parts.sampling_defaults
     drafter = _draft_model(engine_plan, engine, test=test)
     engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
+    if engine.speculation and (head := engine.speculation.head):
+        engine.scheduler.reusable = lambda request: min(request.num_reusable_tokens, head.reusable(request))
     if ranks:
         ranks.serve()
     return engine
@@ -327,8 +343,9 @@ def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tupl
     config = replace(
         engine_plan.draft, threads=torch.get_num_threads() if engine_plan.hardware.is_cpu else None
     )
-    with engine.startup.part("draft model"):
-        draft, draft_plan = build(config, test=test)
+    target = engine if split_head(config.model)[0] else None
+    with engine.startup.part("draft head" if target else "draft model"):
+        draft, draft_plan = build(config, test=test, target=target)
     scheduler = draft.scheduler
     sampler = Sampler(engine_plan.config.seed)
     return draft.runner, scheduler.manager, sampler, draft_plan.budget.step_tokens, scheduler.limit
@@ -354,7 +371,10 @@ def _load(
             activations=engine_plan.activations,
         )  # fmt: skip
     with startup.part("preparation"):
+        if parts.target:
+            cast(Any, model).share(parts.target.runner.model)
         prepare_model(model, engine_plan.model_spec, deterministic=config.deterministic)
+        head_start.let_read(model, engine_plan)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     return _with_scales(parts, startup, model, None)
@@ -369,6 +389,8 @@ def _with_scales(
         startup.kv_scales = parts.source.summary(engine_plan.config.model)
     else:
         start = perf_counter()
+        if parts.target:
+            prompts = [head_start.calibration_prompt(model, parts.target, prompts[0])]
         scales = _measure(engine_plan, model, prompts, _most_tokens(parts), rank)
         seconds = startup.seconds["calibration"] = perf_counter() - start
         startup.kv_scales = parts.source.report(engine_plan.config.model, scales, seconds)
@@ -500,7 +522,7 @@ def _engine(
     tables = PageTables(
         config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
     )  # fmt: skip
-    run = _forward(config, hardware, model)
+    run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,

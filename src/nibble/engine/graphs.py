@@ -51,13 +51,19 @@ class Graphs:
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
+        self.states: Tensor | None = None
+        """Hidden states [max_rows, X], allocated by the first step, where a head drafts."""
         self._record = record
         self.is_captured = record is not live
         """Whether steps are recorded, and not computed each time."""
         self._replays: dict[int | tuple[int, int], Callable[[], None]] = {}
 
-    def store_logits(self, logits_BV: Tensor) -> None:
-        """Copy a step's logits, so that their own memory serves the next graph too."""
+    def store_logits(self, logits_BV: Tensor, states_BX: Tensor | None = None) -> None:
+        """Copy a step's logits and hidden states, so that their own memory serves the next graph too."""
+        if states_BX is not None:
+            if self.states is None:
+                self.states = states_BX.new_empty(len(self.rows), states_BX.shape[1])
+            self.states[: len(states_BX)].copy_(states_BX)
         if not len(self.logits):
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)

@@ -99,6 +99,8 @@ class ModelRunner:
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
     """Compares what attention answers with rows of the model's own precision."""
+    hidden_states: Tensor | None = field(default=None, init=False)
+    """[T, X], of the last forward(), in its order, where a head drafts for the model (models/taps.py)."""
     _sampled_rows_S: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -212,7 +214,8 @@ class ModelRunner:
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
-        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, context)
+        logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
+        self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]
 
     def _metadata(
@@ -369,6 +372,7 @@ class ModelRunner:
             self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
+        self.hidden_states = None if graphs.states is None else graphs.states[: numbers.num_tokens]
         return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()
@@ -405,8 +409,7 @@ class ModelRunner:
             )
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
-        logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
-        graphs.store_logits(logits)
+        graphs.store_logits(*_parts(self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)))
 
     # Steps with drafts
 
@@ -436,17 +439,25 @@ class ModelRunner:
             )
         )  # fmt: skip
         sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
+        # Padding stands before the new tokens of each request.
+        lengths = (
+            [item.num_tokens for item in scheduled] if self.graphs and self.graphs.states is not None else []
+        )
+        state_rows = packed.add(
+            row for i, new in enumerate(lengths, 1) for row in range(i * length - new, i * length)
+        )
         return StepNumbers(
-            packed, (inputs, sampled_rows), sum(item.num_tokens for item in scheduled), len(rows_of_logits),
+            packed, (inputs, sampled_rows, state_rows), sum(item.num_tokens for item in scheduled), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
             state_copies=self._take_state_copies(scheduled),
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
-        sent, (inputs, sampled_rows) = self._send(numbers), numbers.inputs
+        sent, (inputs, sampled_rows, state_rows) = self._send(numbers), numbers.inputs
         self._sampled_rows_S = sent[sampled_rows]
         graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         graphs.replay(size)
+        self.hidden_states = None if graphs.states is None else graphs.states[sent[state_rows]]
         return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()
@@ -479,7 +490,7 @@ class ModelRunner:
             self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
         )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
-        graphs.store_logits(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx))
+        graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx)))
 
     def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
         """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
@@ -506,6 +517,11 @@ class ModelRunner:
         # attends while the rest is fetched.
         half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
+
+
+def _parts(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits and the hidden states of a pass; most models leave none."""
+    return output if isinstance(output, tuple) else (output, None)
 
 
 def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int, skipped: Tensor) -> Tensor:

@@ -88,13 +88,13 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     start = connection.recv()
     try:
         follower = Follower(start, _connect(start, rank, size))
-        taken = 1
-        COUNT.pack_into(counts, COUNT.size * rank, taken)
+        num_done = 1
+        COUNT.pack_into(counts, COUNT.size * rank, num_done)
         while (command := connection.recv()).name != "stop":
             assert isinstance(command, Command)
             getattr(follower, command.name)(*command.arguments)
-            taken += 1
-            COUNT.pack_into(counts, COUNT.size * rank, taken)
+            num_done += 1
+            COUNT.pack_into(counts, COUNT.size * rank, num_done)
     except EOFError:
         os._exit(1)  # rank 0 is gone
     except BaseException as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -94,6 +94,8 @@ class Scheduler:
         """Most tokens, prompt and answer together, that a request may have here."""
         self.chunk = chunk or token_budget
         self.max_logprob_rows = max_logprob_rows
+        self.reusable: Callable[[Request], int] = attrgetter("num_reusable_tokens")
+        """Returns how many leading tokens of a request the prefix cache may give."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._arrivals = itertools.count()
@@ -302,7 +304,7 @@ class Scheduler:
                     request.namespace,
                     spare_pages=spare_pages,
                     reserved_frames=frames,
-                    reusable=request.num_reusable_tokens,
+                    reusable=self.reusable(request),
                 )
             except OutOfPages as error:
                 # Decoding requests that move to hot buffers free their frames, so it is tried again.
@@ -336,7 +338,7 @@ class Scheduler:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
             # Others may have stored pages in the prefix cache since this request was started.
-            hit = self.manager.advance(request.lease, request.token_ids, request.num_reusable_tokens)
+            hit = self.manager.advance(request.lease, request.token_ids, self.reusable(request))
             self._count_hit(request, hit)
         # The first request of all gets a token at least, even where a slice is nothing.
         reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))

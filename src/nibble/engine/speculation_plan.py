@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nibble.attention.planner.memory import MemoryPlan
+from nibble.cache import scales as kv_scales
 from nibble.config import Config
-from nibble.drafts import GPU_DRAFTS, SpeculativeSpec, verify_tokens
+from nibble.drafts import BUNDLED_HEADS, GPU_DRAFTS, SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.models.hub import MTP, local_folder, split_head
 
 if TYPE_CHECKING:
     from nibble.engine.speculative import Speculation
@@ -28,9 +30,18 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
     if spec is None:
         return
     info = drafters.get(spec.drafter)
-    if info.takes_path != bool(spec.path):
+    if info.takes_path != bool(spec.path or _bundled_head(config, info)):
         form = f"{info.name}:PATH" if info.takes_path else info.name
         raise ConfigError(f"--speculative {config.speculative}: write it as {form}")
+    if spec.kv_format and not (info.takes_path or info.is_head):
+        raise ConfigError(
+            f"--speculative {config.speculative}: {info.name} has no cache; write it as {info.name}"
+        )
+    if info.is_head and config.tp > 1:
+        raise ConfigError(
+            f"--speculative {config.speculative} and --tp {config.tp} cannot be combined yet: a head reads the "
+            "hidden states of a model on one GPU; leave one of them out, or use --speculative lookup"
+        )
     if config.offload:
         raise ConfigError(
             "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "
@@ -54,9 +65,14 @@ def note(config: Config, hardware: Hardware) -> str:
     if spec is None:
         return ""
     most = max_tokens(spec, drafters.get(spec.drafter), hardware)
-    cache = (
-        f" ({spec.path}{f', its cache in {spec.kv_format}' if spec.kv_format else ''})" if spec.path else ""
-    )
+    info = drafters.get(spec.drafter)
+    parts = [
+        spec.path or _bundled_head(config, info),
+        f"its cache in {spec.kv_format}" if spec.kv_format else "",
+        "a prefix is reused as far as the head's own cache has it, too" if info.is_head else "",
+    ]
+    details = ", ".join(filter(None, parts))
+    cache = f" ({details})" if details else ""
     how = "by what was accepted, down to none" if spec.tokens is None else "in every step"
     return f"drafts by {spec.drafter}{cache}: up to {most} tokens of a request and step, {how}"
 
@@ -69,7 +85,10 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
         model_spec: the large model.
     """
     spec = config.drafts
-    if spec is None or not spec.path:
+    if spec is None:
+        return None
+    info = drafters.get(spec.drafter)
+    if not info.is_head and not spec.path:
         return None
     names = (
         "download_dir", "trust_remote_code", "dtype", "device", "threads", "max_running", "token_budget",
@@ -78,7 +97,69 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
     common = {name: getattr(config, name) for name in names}
     if spec.kv_format:
         common["kv_format"] = spec.kv_format
-    return Config(model=spec.path, kv_window=0, max_context=None, **common)
+    if not info.is_head:
+        return Config(model=spec.path, kv_window=0, max_context=None, **common)
+    path = spec.path or _bundled_head(config, info) or config.model
+    # One layer takes no time to compile, and its steps are not recorded yet.
+    common |= {"compile": False, "graphs": False, "index_topk": config.index_topk}
+    folder = local_folder(path)
+    # A file of scales beside a model is of the model's own layers.
+    has_scales = info.takes_path and folder is not None and (folder / kv_scales.FILE_NAME).exists()
+    scales = "auto" if has_scales else "one" if config.kv_scales == "one" else "calibrate"
+    return Config(model=f"{info.name}:{path}", kv_window=0, max_context=None, kv_scales=scales, **common)
+
+
+def _bundled_head(config: Config, info: DrafterInfo) -> str:
+    """Return the name of the head that comes with a bundled model, empty where none does."""
+    return BUNDLED_HEADS.get(config.model, "") if info.is_head and info.takes_path else ""
+
+
+def head_layers(draft: Config, model_spec: ModelSpec) -> tuple[int, ...] | None:
+    """Return the layers of a model whose inputs a head reads, None where it reads the model's output.
+
+    Args:
+        draft: of the head.
+        model_spec: of the model.
+
+    Raises:
+        ConfigError: the head is another model's.
+    """
+    from nibble.models.heads import HeadFacts, default_state_layers, load_config  # they import Transformers
+
+    facts = HeadFacts.of(
+        load_config(draft.model, draft.index_topk, trust_remote_code=draft.trust_remote_code)
+    )
+    assert facts is not None
+    if facts.target_hidden_size and facts.target_hidden_size != model_spec.hidden_size:
+        raise ConfigError(
+            f"{draft.model} cannot draft for {model_spec.model}: it reads hidden states of {facts.target_hidden_size} "
+            f"values, and the model's have {model_spec.hidden_size}; choose a head that was trained for this model"
+        )
+    if facts.kind == MTP:
+        return None
+    layers = facts.state_layers or default_state_layers(model_spec.layers)
+    if not 1 <= min(layers) <= max(layers) <= model_spec.layers:
+        raise ConfigError(
+            f"{draft.model} cannot draft for {model_spec.model}: it reads what layers {', '.join(map(str, layers))} "
+            f"get, and the model has {model_spec.layers}; choose a head that was trained for this model"
+        )
+    return layers
+
+
+def state_bytes(draft: Config, model_spec: ModelSpec, step_tokens: int, dtype: str) -> int:
+    """Return what the hidden states of a step take, with a copy, where a head drafts.
+
+    Args:
+        draft: of the head or model that drafts.
+        model_spec: of the model.
+        step_tokens: most tokens of a step.
+        dtype: the compute dtype.
+    """
+    if not split_head(draft.model)[0]:
+        return 0
+    layers = head_layers(draft, model_spec)
+    width = model_spec.hidden_size * (len(layers) if layers else 1)
+    return 2 * step_tokens * width * (4 if dtype == "float32" else 2)
 
 
 def room(budget: MemoryPlan) -> int:
@@ -97,16 +178,22 @@ def checked(draft: CachePlan, model_spec: ModelSpec) -> CachePlan:
         ConfigError: it cannot draft for the large model.
     """
     small = draft.model_spec
+    is_head = bool(split_head(draft.config.model)[0])
+    if is_head:
+        head_layers(draft.config, model_spec)
     if small.states:
         raise ConfigError(
             f"{draft.config.model} cannot draft: it has layers that keep a recurrent state, and they do not take "
             "tokens back; choose a model without, or --speculative lookup"
         )
     # Rows of an embedding may be padded to another number, so a few more or fewer say nothing.
-    if abs(small.vocab_size - model_spec.vocab_size) > VOCAB_PADDING:
+    if abs(small.vocab_size - model_spec.vocab_size) > (0 if is_head else VOCAB_PADDING):
+        what = (
+            "a head that was trained for this model" if is_head else "a smaller model with the same tokenizer"
+        )
         raise ConfigError(
             f"{draft.config.model} cannot draft for {model_spec.model}: it has {small.vocab_size} tokens, and not "
-            f"{model_spec.vocab_size}; choose a smaller model with the same tokenizer"
+            f"{model_spec.vocab_size}; choose {what}"
         )
     context = min(small.max_context, model_spec.max_context)
     return replace(
@@ -131,9 +218,12 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
     if spec is None:
         return None
     info = drafters.get(spec.drafter)
+    extra = (vocab_size, spec.tokens is None) if info.is_head else ()
+    drafter: Any = drafters.create(info, *parts, *extra)
     return Speculation(
         name=info.name,
-        drafter=drafters.create(info, *parts),
+        drafter=drafter,
+        head=drafter if info.is_head else None,
         max_tokens=max_tokens(spec, info, hardware),
         adapts=spec.tokens is None,
         step_tokens=verify_tokens(hardware.is_cpu),

@@ -26,13 +26,15 @@ from weakref import WeakKeyDictionary
 from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import DraftPolicy, Likelihood
 from nibble.engine.drafters import Drafter
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, HeadDrafter
 from nibble.engine.request import Logprob, Request, ScheduledRequest
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
 """Tokens without drafts after all were rejected: twice as many each time, up to the longest."""
+HEAD_REJECTIONS = 4
+"""Drafts in a row that a head may have rejected before that: it proposes nothing where it is not sure."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
@@ -60,6 +62,9 @@ class DraftLength:
     most: int
     length: int
     likelihood: Likelihood = field(default_factory=Likelihood)
+    max_rejected: int = 1
+    """Single drafts in a row that may be rejected before there is a pause."""
+    _num_rejected: int = 0
     _pause: int = SHORTEST_PAUSE
     _resumes_at: int = 0
     _num_misses: int = 0
@@ -84,16 +89,19 @@ class DraftLength:
             num_tokens: of the request, with the new ones.
         """
         if accepted:
-            self._pause = SHORTEST_PAUSE
+            self._pause, self._num_rejected = SHORTEST_PAUSE, 0
         if accepted == proposed:
             self.length = min(max(self.length, 2 * proposed), self.most)
         elif accepted:
             self.length = accepted + 1
         else:
             self.length //= 2
-            if not self.length:
+            if self.length:
+                return
+            self.length, self._num_rejected = 1, self._num_rejected + 1
+            if self._num_rejected >= self.max_rejected:
                 # A short draft from time to time, as what is being written may change.
-                self.length, self._resumes_at = 1, num_tokens + self._pause
+                self._resumes_at = num_tokens + self._pause
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
@@ -131,6 +139,7 @@ class Speculation:
         step_tokens: most tokens of a step that has drafts: beyond it a step takes longer with every token.
         vocab_size: tokens of the model.
         overlaps: whether steps are launched before the last is read, unless somebody may draft.
+        head: the drafter, where it reads the model's hidden states.
         policy: whether drafts pay then.
     """
 
@@ -141,6 +150,7 @@ class Speculation:
     step_tokens: int
     vocab_size: int
     overlaps: bool = False
+    head: HeadDrafter | None = None
     policy: DraftPolicy = field(default_factory=DraftPolicy)
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
@@ -179,7 +189,7 @@ class Speculation:
             return {}
         drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
         usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
-        if self.overlaps:
+        if self.overlaps or self.head:
             for request, tokens in usable.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
         return {request: tokens for request, tokens in usable.items() if tokens}
@@ -274,12 +284,18 @@ class Speculation:
         length = self._lengths.get(request)
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood())
+            max_rejected = HEAD_REJECTIONS if self.head else 1
+            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), max_rejected)
             self._lengths[request] = length
         return length
 
     def _usable(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
         """Return the first ones that may be accepted: before an end of the answer, and as the grammar has it."""
+        if not drafts:
+            return ()
+        is_plain = request.matcher is None and request.stop_ids.isdisjoint(drafts)
+        if is_plain and min(drafts) >= 0 and max(drafts) < self.vocab_size:
+            return tuple(drafts)
         tokens = list[int]()
         for token in drafts:
             # The answer would end there: nothing behind it counts, and it is drawn without a draft as well.

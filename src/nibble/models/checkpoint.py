@@ -25,6 +25,8 @@ from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook, online
 from nibble.models.activations import FULL
 from nibble.models.checkpoint_scales import has_weights, is_scale
+from nibble.models.head_model import class_of
+from nibble.models.heads import HeadFacts, head_tensors, is_head_tensor
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
 from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
@@ -40,7 +42,7 @@ from nibble.models.quantization import (
     parse,
     quantization_entry,
 )
-from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
+from nibble.models.towers import key_mapping, nested_text, text_attention
 from nibble.models.unpack import quantized, unpacked
 
 
@@ -116,7 +118,10 @@ def _read(
     try:
         with quiet(), ExitStack() as files:
             source, config, tensors = open_source(files)
-            renaming, others = _text_tensors(config, path, tensors)
+            facts = HeadFacts.of(config)
+            if facts:
+                source, tensors = None, head_tensors(facts, tensors or _torch_tensors(download(path)))
+            renaming, others = (None, set[str]()) if facts else _text_tensors(config, path, tensors)
             if division:
                 if tensors is None:
                     raise WeightError(
@@ -124,7 +129,7 @@ def _read(
                         "safetensors that Nibble reads itself; save them so, or leave --tp out"
                     )
                 tensors = division.tensors(tensors, renaming)
-            model, info = model_class(config).from_pretrained(
+            model, info = class_of(config).from_pretrained(
                 source,
                 config=config,
                 state_dict=tensors,
@@ -150,6 +155,8 @@ def _read(
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
+    # Layers that predict further tokens are no part of the model itself.
+    others |= {name for name in info["unexpected_keys"] if not facts and is_head_tensor(config, name)}
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     _check_tensors(info, model_spec.model)
     loaded: nn.Module = model
@@ -205,7 +212,7 @@ def _choice(
 def _empty_model(config: PretrainedConfig) -> Any:
     """Return the model without weights."""
     with torch.device("meta"), quiet():
-        return model_class(config)._from_config(config)
+        return class_of(config)._from_config(config)
 
 
 def _set_generation_config(model: Any, folder: Path) -> None:
@@ -232,6 +239,14 @@ def _text_tensors(
     renaming = key_mapping(names, embedding)
     is_text = re.compile("|".join(renaming)).match
     return renaming, {name for name in names if not is_text(name)}
+
+
+def _torch_tensors(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a head's checkpoint that has files of PyTorch alone, as those of EAGLE-3's authors."""
+    tensors = dict[str, Any]()
+    for file in sorted(folder.glob("*.bin")):
+        tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    return tensors
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:
@@ -352,7 +367,7 @@ def download(model: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                model,
+                str(path),
                 allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"],
                 ignore_patterns=["original/*", "consolidated*"],  # the same weights as their makers have them
             )

@@ -174,12 +174,17 @@ def _groups(model_spec: ModelSpec) -> tuple[LayerGroup | RecurrentGroup, ...]:
 
 
 def _layers(model: Any, model_spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the decoder's layers by name: the first list of modules that have all layers with a cache among them."""
+    """Yield the decoder's layers by name."""
+    name, modules = layer_list(model, model_spec)
+    yield from ((f"{name}.{i}", layer) for i, layer in enumerate(modules))
+
+
+def layer_list(model: Any, model_spec: ModelSpec) -> tuple[str, nn.ModuleList]:
+    """Return the decoder's layers and their name: the first list of modules with all layers that have a cache."""
     cached = {layer for group in _groups(model_spec) for layer in group.layers}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and _layer_indices(module) >= cached:
-            yield from ((f"{name}.{i}", layer) for i, layer in enumerate(module))
-            return
+            return name, module
     raise ConfigError(f"{model_spec.family} cannot be served: Nibble does not find the list of its layers")
 
 

@@ -23,10 +23,12 @@ from nibble.models import compile_cache, graph_passes
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 from nibble.models.invariant import InvariantMode
+from nibble.models.taps import TAPS, Taps
 
 Backend = Callable[..., Any]
-Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
-"""(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]."""
+Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Any]
+"""(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]; of a model that a head drafts for (taps.py)
+those, and hidden states [T, X]."""
 
 
 def plain(model: nn.Module) -> Forward:
@@ -191,8 +193,8 @@ def _without_offset(x: Tensor) -> Tensor:
     return x.clone() if x.storage_offset() else x
 
 
-def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext | Step) -> Tensor:
-    return model(
+def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext | Step) -> Any:
+    out = model(
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention_mask_for(model, ids, ctx),
@@ -201,7 +203,9 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
         # A row of logits is as wide as the vocabulary, so only rows that are sampled are computed.
         logits_to_keep=rows_S,
         **{CONTEXT: ctx},
-    ).logits[0]
+    )
+    taps: Taps | None = getattr(model, TAPS, None)
+    return (out.logits[0], taps.take()) if taps else out.logits[0]
 
 
 def _with_own_code(function: Any) -> Any:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import nibble
 from nibble.config import BUNDLED, Config
+from nibble.drafts import BUNDLED_HEADS
 from nibble.errors import ConfigError, WeightError
 from nibble.formats import scheme_file
 
@@ -23,6 +24,9 @@ INDEX_FILE = "model.safetensors.index.json"
 MODELOPT_FILE = "hf_quant_config.json"
 """File of a checkpoint in which ModelOpt says what it has quantised."""
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
+
+MTP, EAGLE3 = "mtp", "eagle3"
+"""Kinds of heads that draft (heads.py), as they stand in front of the name of a checkpoint: `eagle3:PATH`."""
 
 PUBLISHED_FOLDER = Path(__file__).with_name("published")
 """Configs that come with Nibble, a folder a model: enough for a plan."""
@@ -55,9 +59,16 @@ HUB_TIMEOUT_S = 2.0
 """How long the hub's host is waited for before a model's name is given up."""
 
 
+def split_head(model: str) -> tuple[str, str]:
+    """Return the kind of head that a name asks for, empty for a model, and the name or folder of its checkpoint."""
+    kind, colon, path = model.partition(":")
+    return (kind, path) if colon and kind in (MTP, EAGLE3) else ("", model)
+
+
 def locate(model: str) -> str:
-    """Return the local folder of a bundled model or a folder, else the hub name unchanged."""
-    if model in BUNDLED:
+    """Return the local folder of a bundled model or a folder, else the hub name; without the kind of a head."""
+    model = split_head(model)[1]
+    if model in (*BUNDLED, *BUNDLED_HEADS.values()):
         return str(_bundled(model))
     path = Path(model).expanduser()
     return str(path) if path.exists() else model
@@ -109,7 +120,7 @@ def cached_folder(model: str) -> Path | None:
         os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     )
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repository = cache / f"models--{model.replace('/', '--')}"
+    repository = cache / f"models--{split_head(model)[1].replace('/', '--')}"
     try:
         snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ import nibble
 from nibble import files
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, RecurrentGroup, StoredWeights, Stream
-from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub
+from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub, split_head
 from nibble.models.weight_bytes import folder_bytes
 
 FOLDER = "observed"
@@ -68,7 +68,8 @@ def observe_model(
     folder = Path(locate(model))
     # A name on the hub may mean another version tomorrow.
     is_fixed = (folder / "config.json").is_file() and not trust_remote_code
-    options = (dtype, max_context, index_topk, weights, *([tp] if tp > 1 else []))
+    head = split_head(model)[0]
+    options = (dtype, max_context, index_topk, weights, *([tp] if tp > 1 else []), *filter(None, [head]))
     path = _path(folder, *options) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
@@ -78,8 +79,8 @@ def observe_model(
         require_hub(model)
     with _pause_gc():
         # Both import torch and Transformers, which takes seconds.
+        from nibble.models.heads import load_config
         from nibble.models.observe import observe
-        from nibble.models.refusals import load_config
 
         config = load_config(model, index_topk, trust_remote_code=trust_remote_code)
         if tp > 1:
@@ -89,7 +90,7 @@ def observe_model(
         else:
             model_spec = observe(config, model, dtype, max_context, weights)
     stored = model_spec.stored_weights
-    if stored and not weights and tp == 1 and (size := folder_bytes(folder, model_spec.layers)):
+    if stored and not (weights or head) and tp == 1 and (size := folder_bytes(folder, model_spec.layers)):
         # What lies in the folder is certain; what follows from the config is an account of it.
         model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:

@@ -30,11 +30,12 @@ from nibble.model_spec import (
 from nibble.models import activations, hook, online, refusals, weight_bytes
 from nibble.models import quantization as quantized
 from nibble.models.experts import expert_matrices
+from nibble.models.head_model import class_of
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
 from nibble.models.recurrent import RecurrentCall
-from nibble.models.towers import model_class, text_attention
+from nibble.models.towers import text_attention
 
 _TOKENS = 31
 """Tokens of a pass: a number that no other size of a model is likely to have."""
@@ -56,7 +57,7 @@ def bare_skeleton(config: PretrainedConfig) -> nn.Module:
         with torch.device("meta"), quiet():
             # Any dtype serves: nothing is computed, and weights are counted in the compute dtype.
             options = {"attn_implementation": text_attention(config, hook.NAME), "dtype": torch.bfloat16}
-            model: nn.Module = model_class(config)._from_config(config, **options)
+            model: nn.Module = class_of(config)._from_config(config, **options)
     except Exception as error:  # of all kinds: every family checks its config in its own way
         if isinstance(error, KeyError) and error.args == (hook.NAME,):
             reason = "it knows a fixed set of attention implementations, and Nibble's is not among them"

@@ -84,6 +84,11 @@ def test_every_flag_is_told_of() -> None:
             "m --speculative lookup --speculative-tokens 5",
         ),
         ('m --speculative-config {"model":"d"}', "m --speculative draft:d"),
+        ("m --speculative-algorithm NEXTN", "m --speculative mtp"),
+        (
+            'm --speculative-config {"method":"eagle3","model":"d","num_speculative_tokens":3}',
+            "m --speculative eagle3:d --speculative-tokens 3",
+        ),
         ('m --hisparse-config={"device_buffer_size":4096} --port 1', "m --port 1 --hisparse buffer=4096"),
     ],
 )
@@ -114,8 +119,8 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
         ("m --hisparse-config [1]", "must be a JSON object"),
         ("m --hisparse-config", "must be a JSON object"),
         ("m --calculate-kv-scales", "--kv-scales calibrate"),
-        ("m --speculative-algorithm EAGLE3", "heads that draft"),
-        ('m --speculative-config {"method":"mtp"}', "heads that draft"),
+        ("m --speculative-algorithm EAGLE", "heads that draft"),
+        ('m --speculative-config {"method":"eagle3"}', "names no checkpoint"),
         ("m --speculative-config ngram", "must be a JSON object"),
         ("m --speculative-num-steps 3", "needs --speculative-algorithm"),
         ("m --speculative-algorithm NGRAM --speculative-eagle-topk 4", "drafts are chains"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from nibble.engine.request import Request
+    from nibble.engine.request import Batch, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,18 @@ class Drafter(Protocol):
         ...
 
 
+class HeadDrafter(Drafter, Protocol):
+    """A drafter that reads the hidden states of the model."""
+
+    def observe(self, batch: Batch, states_TX: Any) -> None:
+        """Take the hidden states [T, X] of a step, in its order."""
+        ...
+
+    def reusable(self, request: Request) -> int:
+        """Return how many tokens of the prefix cache may be used for a request."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
     """The facts of a drafter."""
@@ -54,3 +66,5 @@ class DrafterInfo:
     """Whether it has a checkpoint: `name:PATH`."""
     needs_model: bool = False
     """Whether drafting takes steps of a model, which cost time whether drafts are accepted or not."""
+    is_head: bool = False
+    """Whether it is a head, which reads the model's hidden states and has the methods of a HeadDrafter."""
