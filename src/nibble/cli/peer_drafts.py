@@ -18,7 +18,7 @@ DRAFTERS = {
     "nextn": "mtp", "mtp": "mtp",
 }  # fmt: skip
 """Names of methods and algorithms, in lower case -> ours; families' own names of mtp end like it."""
-HEADS = "of heads that draft, EAGLE-3 (eagle3:PATH) and MTP (mtp) are served; beside them there are lookup and draft:PATH"
+HEADS = "of heads that draft, EAGLE-3 (eagle3:PATH) and MTP (mtp) are served; there are lookup and draft:PATH too"
 
 
 def translate(flags: Mapping[str, str]) -> list[str]:
