@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a file")
     arguments = parser.parse_args()
     text = (arguments.text or Path(locate(arguments.model)) / "heldout.txt").read_text(encoding="utf-8")
-    tokenizer = LLM(arguments.model, kv_memory="8MiB", kv_format="bf16").engine.tokenizer
+    tokenizer = LLM(arguments.model, kv_memory=arguments.kv_memory).engine.tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(text)
     print(f"{'context':>8} {arguments.formats[0]:>16} {arguments.formats[1]:>16} {'ratio':>6}", flush=True)

@@ -34,6 +34,7 @@ from nibble.hardware import probe
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import compiled
+from nibble.models.hub import locate
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
@@ -384,7 +385,8 @@ def test_scales_of_a_head_are_measured_on_hidden_states(target: Path, eagles: di
 
 def test_the_demo_brings_a_head() -> None:
     llm = LLM("demo", kv_format="nvfp4", kv_memory="48MiB", speculative="eagle3,kv_format=nvfp4", kv_window=0)
-    prompt, params = "def read_lines(path):\n    ", {"max_tokens": 24, "temperature": 0.0}
+    prompt = (Path(locate("demo")) / "heldout.txt").read_text(encoding="utf-8")[:1500]
+    params: dict[str, Any] = {"max_tokens": 48, "temperature": 0.0, "ignore_eos": True}
     answer = llm.generate(prompt, **params)
     assert (
         answer.text

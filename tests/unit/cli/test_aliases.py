@@ -120,7 +120,7 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
         ("m --hisparse-config", "must be a JSON object"),
         ("m --calculate-kv-scales", "--kv-scales calibrate"),
         ("m --speculative-algorithm EAGLE", "heads that draft"),
-        ('m --speculative-config {"method":"eagle3"}', "names no checkpoint"),
+        ('m --speculative-config {"method":"eagle3"}', "names no model"),
         ("m --speculative-config ngram", "must be a JSON object"),
         ("m --speculative-num-steps 3", "needs --speculative-algorithm"),
         ("m --speculative-algorithm NGRAM --speculative-eagle-topk 4", "drafts are chains"),
