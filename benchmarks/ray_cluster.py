@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -57,6 +58,8 @@ MODEL = {
 }  # fmt: skip
 STREAMS, TOKENS = 64, 40
 PAGE = 32
+MEMORIES = ["3MiB", "2MiB"]
+"""Of each engine's cache, for routers: what all hold together is about half of the conversations, or a third."""
 Row = tuple[str, str]
 
 
@@ -499,8 +502,8 @@ async def converse(url: str, sessions: Sequence[Sequence[Sequence[int]]]) -> tup
 def routers(lab: Lab) -> Iterator[Row]:
     sessions = conversations(random.Random(7))
     most = findable(sessions)
-    for name in ("kv", "ray-prefix", "power-of-two"):
-        lab.deploy(replicas=3, router=name, page_size=PAGE, max_context=2048, kv_memory="3MiB")
+    for memory, name in itertools.product(MEMORIES, ("kv", "ray-prefix", "power-of-two")):
+        lab.deploy(replicas=3, router=name, page_size=PAGE, max_context=1536, kv_memory=memory)
         wait(lambda: lab.engines() == 3 and len(lab.replicas()) == 3, 60)
         time.sleep(2)
         start = time.monotonic()
@@ -511,7 +514,7 @@ def routers(lab: Lab) -> Iterator[Row]:
         work = [one["prompt_tokens"] + 4 * one["decode_tokens"] for one in stats]
         evicted = sum(one.get("cache_evicted", 0) for one in stats)
         yield (
-            f"router {name}",
+            f"router {name}, {memory} for each of three caches",
             f"cached {cached} of {total} prompt tokens, {cached / most:.3f} of what one endless cache finds; "
             f"work of the busiest engine {max(work) / (sum(work) / len(work)):.2f} of the mean; "
             f"{evicted:.0f} pages evicted; {took:.0f} s",
@@ -573,8 +576,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--kv-memory", nargs="+", default=MEMORIES, help="of each engine's cache, for routers"
+    )
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
+    MEMORIES[:] = args.kv_memory
     logging.getLogger("httpx").setLevel(logging.WARNING)
     rows: list[Row] = []
     with laboratory() as lab:
