@@ -25,6 +25,7 @@ import step_kernels
 import torch
 from random_models import Served, served
 from report import markdown
+from torch.profiler import ProfilerActivity, profile
 
 import gpu
 from nibble import LLM, SamplingParams
@@ -34,12 +35,17 @@ from nibble.models.experts import expert_matrices
 
 EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
+PROFILED, ROWS = 8, 40
+"""Decode steps that are profiled, and kernels that are shown."""
 FLOOR = 1.5
 """Most times the time of the bytes."""
 
 
-def decode_ms(llm: LLM, requests: int, context: int) -> float:
-    """Return the median time of a decode step of requests whose prompts were just computed."""
+def decode_ms(llm: LLM, requests: int, context: int, profiler: profile | None = None) -> float:
+    """Return the median time of a decode step of requests whose prompts were just computed.
+
+    profiler: Looks at PROFILED of these steps.
+    """
     engine = llm.engine
     pieces: list[Delta] = []
     # The first of them decode while the last prompts are computed.
@@ -47,15 +53,35 @@ def decode_ms(llm: LLM, requests: int, context: int) -> float:
     params = SamplingParams(max_tokens=before + load.STEPS + load.WARMUP, ignore_eos=True, temperature=0)
     for seed in range(requests):
         engine.submit(load.random_prompt(context, engine.vocab_size, seed), params, pieces.append)
-    ends, seen = [], 0
+    ends, seen, num_full, is_on = list[float | None](), 0, 0, False
     while engine.busy:
+        if profiler and not is_on and num_full == load.WARMUP:
+            profiler.start()
+            is_on = True
         engine.step()
         full, seen = len(pieces) - seen == requests, len(pieces)
+        num_full += full
+        if profiler and num_full == load.WARMUP + PROFILED:
+            torch.cuda.synchronize()
+            profiler.stop()
+            profiler = None
         ends.append(time.perf_counter() if full else None)
     if any(piece.error for piece in pieces):
         raise SystemExit(f"a decode step failed: {next(piece.error for piece in pieces if piece.error)}")
     spans = [(b - a) * 1e3 for a, b in pairwise(ends) if a is not None and b is not None]
     return statistics.median(spans[load.WARMUP :])
+
+
+def decode_kernels(llm: LLM, requests: int, context: int) -> str:
+    """Return the kernels of decode steps alone, the longest first."""
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    decode_ms(llm, requests, context, profiler)
+    times = {
+        event.key: (event.count, event.self_device_time_total)
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    }
+    return step_kernels.table(times, PROFILED, ROWS)
 
 
 def weight_bytes(made: Served, tokens: int) -> float:
@@ -105,15 +131,14 @@ def measure(made: Served, options: argparse.Namespace, copy: float, states: str)
         )
         say(f"{requests} requests: {ms:.3f} ms a step, {ms / least:.2f} times the {size / 1e9:.2f} GB")
         if options.kernels:
-            times = step_kernels.kernel_times(lambda n=requests: decode_ms(made.llm, n, context))
-            print(step_kernels.table(times, load.STEPS + load.WARMUP, 24), flush=True)
+            print(decode_kernels(made.llm, requests, context), flush=True)
     for length in [paged.tokens(text) for text in options.prompts.split(",") if text]:
         rate = load.prefill_rate(made.llm, length, 2 * length)
         say(f"{states} states, prompts of {length}: {rate:.0f} tokens/s")
         if options.kernels:
             prompt = load.random_prompt(length, made.llm.engine.vocab_size, 7)
             run = partial(made.llm.generate, [prompt], max_tokens=1, temperature=0, progress=False)
-            print(step_kernels.table(step_kernels.kernel_times(run), 1, 24), flush=True)
+            print(step_kernels.table(step_kernels.kernel_times(run), 1, ROWS), flush=True)
     return found
 
 

@@ -1,7 +1,7 @@
 """Tensor parallelism on GPUs of one host: a decode step and prompts of one GPU and of several, random weights.
 
     python benchmarks/tensor_parallel.py --shape qwen3-32b [--tp 1,2] [--kv-format nvfp4] [--requests 8]
-        [--context 1024] [--prompt 16384] [--layers N] [--no-graphs] [--collectives] [--tiny]
+        [--context 1024] [--prompt 16384] [--layers N] [--no-graphs] [--collectives] [--keep FOLDER] [--tiny]
 
 **Gate**: logits of a prompt with several GPUs against those with one (the same random weights), by KL divergence and
 by the share of tokens whose likeliest is the same; and greedy answers of decode steps, as they are recorded, against
@@ -22,7 +22,8 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,6 +137,18 @@ def measure(options: argparse.Namespace, tp: int) -> Result:
         return Result(tp, start, step_ms, prompt_s, near, logits_TV, tuple(llm.engine.startup.notes))
 
 
+def measured(options: argparse.Namespace, tp: int) -> Result:
+    """The same, of an earlier call where it is kept: times of one warm machine alone may be compared."""
+    if not options.keep:
+        return measure(options, tp)
+    folder = Path(options.keep)
+    file = folder / f"{options.shape}-{options.layers}-{options.kv_format}-{options.requests}-tp{tp}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(asdict(measure(options, tp)), file)
+    return Result(**torch.load(file))
+
+
 def answers_near(llm: LLM, options: argparse.Namespace, vocabulary: int) -> float:
     """How often a token that a decode step chose is the likeliest of the whole prompt's logits, or near it."""
     prompts = [tokens(40 + 3 * i, 100 + i, vocabulary) for i in range(options.requests)]
@@ -196,44 +209,25 @@ def divergence(one_TV: Tensor, other_TV: Tensor) -> tuple[float, float]:
 
 def collectives(size: int) -> None:
     """Time an all-reduce of rows of 4,096 values in BF16 on each of `size` GPUs, in CUDA graphs."""
-    torch.multiprocessing.spawn(_time_collectives, (size, 29655), nprocs=size)
+    spawn: Any = torch.multiprocessing
+    spawn.spawn(_time_collectives, (size, 29655), nprocs=size)
 
 
 def _time_collectives(number: int, size: int, port: int) -> None:
-    from nibble.kernels.collectives.processes import NcclCollectives, store
+    from nibble.kernels.collectives.processes import NcclCollectives, _graph_us, store
 
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     group = NcclCollectives(store("127.0.0.1", port, number, size), number, size, device)
     if not number:
-        print(f"symmetric memory: {group.note or 'used'}\n\nrows  NCCL us  as chosen us", flush=True)
+        print(f"{group.note}\n\nrows  NCCL us  as chosen us", flush=True)
     for rows in (1, 8, 32, 64, 128, 512, 8192):
         x = torch.ones(rows, 4096, dtype=torch.bfloat16, device=device)
-        times = [_graph_us(lambda x=x, run=run: run(x)) for run in (group._by_nccl, group.all_reduce)]
+        times = [_graph_us(partial(run, x)) for run in (group._by_nccl, group.all_reduce)]
         if not number:
             print(f"{rows:5}  {times[0]:7.1f}  {times[1]:12.1f}", flush=True)
     group.barrier()
     group.close()
-
-
-def _graph_us(run: Any, calls: int = 20) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            run()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * min(times) / calls
 
 
 def report(options: argparse.Namespace, results: Sequence[Result]) -> bool:
@@ -270,6 +264,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     parser.add_argument("--collectives", action="store_true")
+    parser.add_argument(
+        "--keep", default="", help="a folder for results, so that each --tp may be a call of its own"
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.limits = {}
@@ -279,13 +276,13 @@ def main() -> None:
     sizes = list(map(int, options.tp.split(",")))
     if options.collectives:
         collectives(max(sizes))
-    results = [measure(options, tp) for tp in sizes]
+    results = [measured(options, tp) for tp in sizes]
     raise SystemExit(not report(options, results))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        build.load = make_part
+        vars(build)["load"] = make_part
         rank.run(sys.argv[2:])
     else:
         main()

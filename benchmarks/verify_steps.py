@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,11 @@ class Free:
         return [[1] * task.limit for task in tasks]
 
 
+@cache
+def unscored(token: int) -> Logprob:
+    return Logprob(token, 0.0)
+
+
 @contextmanager
 def accepting(share: float) -> Iterator[None]:
     """Accept each draft with this probability, whatever was drawn."""
@@ -65,7 +71,7 @@ def accepting(share: float) -> Iterator[None]:
         count = 0
         while count < len(drafts) and dice.random() < share:
             count += 1
-        return [*(Logprob(token, 0.0) for token in drafts[:count]), sampled[count]]
+        return [*map(unscored, drafts[:count]), sampled[count]]
 
     with mock.patch.object(engine, "accepted_run", run):
         yield

@@ -142,10 +142,7 @@ class Config:
         "Inputs of packed FP8 weights: fp8 (quantised first, and multiplied as FP8 by tensor cores), bf16 (left in the "
         "compute dtype), or auto (fp8 where the checkpoint asks for it and the GPU can).",
     )
-    tp: int = option(
-        1,
-        "GPUs of this host that share each layer (tensor parallelism), a process for each (docs/parallel.md).",
-    )
+    tp: int = option(1, "GPUs of this host that share each layer, a process for each (docs/parallel.md).")
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )
@@ -176,7 +173,7 @@ class Config:
     speculative: str = option(
         "",
         "Draft tokens that a step verifies, for the same answers sooner: lookup (what followed the last tokens "
-        "before), draft:PATH (a smaller model), mtp (the model's own head), eagle3:PATH (a head); none if left out.",
+        "before), draft:PATH (a smaller model), mtp (the checkpoint's head), eagle3:PATH (a head); none if left out.",
     )
     speculative_tokens: str = option("auto", "Most drafts of a request and step; auto: by what was accepted.")
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
@@ -224,17 +221,9 @@ class Config:
                 kind = type(value).__name__
                 raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
         self._check_names()
-        for name in (
-            "tp",
-            "max_running",
-            "token_budget",
-            "page_size",
-            "max_context",
-            "index_topk",
-            "threads",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        counts = ("tp", "max_running", "token_budget", "page_size", "max_context", "index_topk", "threads")
+        for name in counts:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.state_interval < 0:
             raise ConfigError(f"state_interval must be a number of tokens or 0, not {self.state_interval}")

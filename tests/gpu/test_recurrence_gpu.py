@@ -179,11 +179,14 @@ def test_steps_of_all_kinds_are_the_definition(
     assert all((x[others].isnan() if x.is_floating_point() and x.itemsize > 1 else x[others].float().nan_to_num(77) == 77).all() for x in tensors(states[0]))  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "format"), [("Qwen3-Next", f) for f in FORMATS] + [("KDA", "int8")])
-def test_decode_steps_convolve_in_one_launch(name: str, format: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "format", "share"),
+    [*(("Qwen3-Next", format, 1) for format in FORMATS), ("Qwen3-Next", "int8", 2), ("KDA", "int8", 1)],
+)
+def test_decode_steps_convolve_in_one_launch(name: str, format: str, share: int) -> None:
     """Against the definition of both, and of queries and keys of length 1, over two multiples of BLOCK."""
     layer, dtype = LAYERS[name], torch.bfloat16
-    queries, values = layer.key_heads * layer.columns, layer.heads * layer.rows
+    queries, values = layer.key_heads // share * layer.columns, layer.heads * layer.rows
     channels = 2 * queries + values
     weight, bias = (x.to(dtype) for x in taps(channels))
     group = RecurrentGroup(
@@ -201,7 +204,7 @@ def test_decode_steps_convolve_in_one_launch(name: str, format: str) -> None:
         generator = torch.Generator(DEVICE).manual_seed(step)
         x_TC = torch.randn(5, channels, device=DEVICE, generator=generator).to(dtype)
         batch = batch_of((3, 0, 7), starts, (1, 1, 1))
-        conv = op.Convolution(x_TC, weight, bias, "silu", 0, queries, 2 * queries)
+        conv = op.Convolution(x_TC, weight, bias, "silu", 0, queries, 2 * queries, share)
         decay, beta = gates if len(gates) > 1 else (*gates, None)
         run = functools.partial(op.conv_recurrence, conv, decay, beta, delta=layer.rule == "delta", unit=True)
         actual, expected = run(states[0], metadata(batch, padding=2)), run(states[1], batch)

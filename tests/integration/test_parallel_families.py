@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from families import TOLERANCE, VOCAB, tiny_model
 from nibble import LLM, ConfigError
 from nibble.kernels import collectives
 from nibble.kernels.append.naive import dequantize_tokens
-from nibble.models import parallel, shards
+from nibble.models import pack, parallel, shards
+from nibble.models.experts import packed_matrices
 from nibble.models.hub import quiet
+from nibble.models.linear import quantized_layers
 from thread_ranks import ThreadRanks, threads_as_ranks
 from tiny import save_model, save_tokenizer
 
@@ -64,13 +67,12 @@ def served(path: Path, tp: int, **options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM) -> list[tuple[int, ...]]:
-    outputs = llm.generate(PROMPTS, max_tokens=10, temperature=0, ignore_eos=True, progress=False)
+def answers(llm: LLM, max_tokens: int = 10) -> list[tuple[int, ...]]:
+    outputs = llm.generate(PROMPTS, max_tokens=max_tokens, temperature=0, ignore_eos=True, progress=False)
     return [output.completions[0].token_ids for output in outputs]
 
 
 def compare(path: Path, tp: int, name: str) -> None:
-    # So few pages that requests are preempted.
     options = {"kv_format": "fp32", "kv_memory": "8MiB"}
     with served(path, 1, **options) as llm:
         logits_TV, expected = llm.logits(PROMPT), answers(llm)
@@ -98,9 +100,9 @@ def test_every_family_that_may_be_divided(name: str, tp: int, paths: dict[str, P
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:
     options = {"kv_format": "fp32", "prefix_cache": False}
     with served(saved(paths, "llama"), 2, kv_memory="8MiB", **options) as llm:
-        expected, page = answers(llm), llm.plan.layout.bytes_per_token * llm.plan.page_size
+        expected, page = answers(llm, 40), llm.plan.layout.bytes_per_token * llm.plan.page_size
     with served(saved(paths, "llama"), 2, kv_memory=str(9 * page), **options) as llm:
-        assert answers(llm) == expected
+        assert answers(llm, 40) == expected
         assert llm.engine.scheduler.metrics.preemptions > 0
 
 
@@ -156,7 +158,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_deterministic_ranks_store_and_answer_what_one_does(
     tp: int, options: dict[str, Any], qwen: Path
 ) -> None:
-    options = {**options, "deterministic": True, "kv_memory": "1MiB", "prefix_cache": False}
+    options = {
+        **options,
+        "deterministic": True,
+        "kv_memory": "1MiB",
+        "token_budget": 64,
+        "prefix_cache": False,
+    }
     with served(qwen, 1, **options) as llm:
         logits_TV, expected = long_prompt(llm, 1)
     with served(qwen, tp, **options) as llm:
@@ -175,6 +183,48 @@ def test_sums_over_ranks_change_hardly_a_code(qwen: Path) -> None:
     assert float(different.float().mean()) <= 1e-3
     p, q = logits_TV.log_softmax(-1), found_TV.log_softmax(-1)
     assert float((p.exp() * (p - q)).sum(-1).mean()) <= 1e-3
+
+
+# Quantised weights
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
+IDS = list(range(3, 40))
+
+
+def of_weights(name: str, tp: int, handling: str) -> Tensor:
+    options = {"kv_format": "fp32", "kv_memory": "1MiB", "max_context": 64, "activations": "bf16"}
+    with served(FIXTURES / name, tp, quantized_weights=handling, token_budget=64, **options) as llm:
+        if handling == "packed":
+            model = llm.engine.runner.model
+            assert quantized_layers(model) or packed_matrices(model)
+        return llm.logits(IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "handling"),
+    [
+        ("gptq_asym", "packed"),
+        ("ct_nvfp4_moe", "packed"),
+        ("fp8_block_moe", "packed"),
+        ("awq_gemm", "unpacked"),
+        ("gptoss_mxfp4", "unpacked"),
+    ],
+)
+def test_quantised_weights_are_divided_with_their_scales(name: str, handling: str) -> None:
+    assert float((of_weights(name, 2, handling) - of_weights(name, 1, handling)).abs().max()) < TOLERANCE
+
+
+def test_scales_that_are_not_divided_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, own = of_weights("ct_nvfp4_moe", 1, "packed"), pack.packed_part
+
+    def with_first_scales(matrix: Any, split: shards.Split, name: str) -> Any:
+        width = sum(stop - start for start, stop in split.parts)
+        return replace(
+            own(matrix, split, name), scale=own(matrix, shards.Split(split.dim, ((0, width),)), name).scale
+        )
+
+    monkeypatch.setattr(pack, "packed_part", with_first_scales)
+    assert float((of_weights("ct_nvfp4_moe", 2, "packed") - expected).abs().max()) > 10 * TOLERANCE
 
 
 # Planted faults
@@ -216,7 +266,13 @@ def test_means_of_other_heads_are_noticed(qwen: Path, monkeypatch: pytest.Monkey
     from nibble.engine import build
 
     own = build.kv_scales.part
-    options = {"kv_format": "nvfp4", "kv_window": 0, "kv_memory": "1MiB", "deterministic": True}
+    options = {
+        "kv_format": "nvfp4",
+        "kv_window": 0,
+        "kv_memory": "1MiB",
+        "token_budget": 64,
+        "deterministic": True,
+    }
     with served(qwen, 1, **options) as llm:
         _, expected = long_prompt(llm, 1)
 

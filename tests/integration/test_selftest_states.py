@@ -24,6 +24,7 @@ GROUPS = (
     RecurrentGroup("delta", "delta", (0, 2), 4, 8, 16, 2, False, 96, 4),
     RecurrentGroup("kda", "delta", (1,), 4, 8, 8, 4, True, 64, 4),
     RecurrentGroup("decay", "decay", (3,), 4, 8, 16, 1, False),
+    RecurrentGroup("repeated", "delta", (6,), 4, 8, 16, 4, False, 96, 4),
     RecurrentGroup("selective", "selective", (4,), 1, 24, 8, 1, False, 24, 4),
     RecurrentGroup("conv", "conv", (5,), conv_channels=24, conv_taps=3),
 )

@@ -14,7 +14,7 @@ from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-define
 from nibble.server import worker as wire
 from nibble.server.app import make_app
 from nibble.server.engine_client import State
-from nibble.server.metrics import fidelity_warning
+from nibble.server.fidelity import fidelity_warning
 from nibble.server.settings import Settings
 
 ABOUT: dict[str, Any] = {

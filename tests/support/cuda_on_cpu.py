@@ -7,6 +7,7 @@ import functools
 import hashlib
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -38,15 +39,19 @@ class Kernel:
         self, grid: int, threads: int, shared: int, types: Sequence[Any], values: Sequence[Any], **_: Any
     ) -> None:
         """Run all blocks, in an order and with turns of threads that are random."""
-        numbers = (ctypes.c_uint64 * len(values))(*(int(value) for value in values))
+        numbers = (ctypes.c_uint64 * len(values))(*map(_bits, values))
         self._library.run_grid(grid, threads, shared, numbers, len(values), self._seed)
+
+
+def _bits(value: float) -> int:
+    """Return an integer, or the bits of a float32."""
+    return struct.unpack("I", struct.pack("f", value))[0] if isinstance(value, float) else int(value)
 
 
 @functools.cache
 def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> Any:
-    texts = {
-        path.name: path.read_text() for path in (*source.parent.glob("scan*.cuh"), *HEADERS.glob("*.cuh"))
-    }
+    beside = source.parent.glob(f"{source.stem.partition('_')[0]}*.cuh")
+    texts = {path.name: _without_ptx(path.read_text()) for path in (*beside, *HEADERS.glob("*.cuh"))}
     texts["kernel.cpp"] = _translated(source)
     key = hashlib.sha256(repr((texts, macros)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / "nibble-cuda-on-cpu" / key
@@ -62,15 +67,37 @@ def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     return ctypes.CDLL(str(target))
 
 
+PTX = (
+    (r'asm\("cvt\.f32\.f16 %0,%1;" : "=f"\(r\) : "h"\(half\)\);', "r = f16_value(half);"),
+    (r'asm\("max\.u16x2.*?\);', 'fail("no such formats here");'),
+    (r'asm volatile\("ld\.volatile.*?\);', "x = *p;"),
+    (r'asm volatile\("cp\.async\.cg.*?\);', "memcpy(shared_memory + to, from, 16);"),
+    (r'asm volatile\("cp\.async\.(commit|wait)_group.*?\);', ";"),
+    (r"__CUDA_ARCH__ >= 900", "USES_BULK_COPIES"),
+)
+"""Instructions within headers that are not replaced as a whole, and what does the same. Copies are done at once."""
+
+
+def _without_ptx(text: str) -> str:
+    for pattern, replacement in PTX:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    return text
+
+
 def _translated(source: Path) -> str:
     """Return the source as C++, and a function that runs its kernel over a grid."""
-    text = source.read_text()
+    text = _without_ptx(source.read_text())
     text = text.replace("extern __shared__ __align__(128) u8 smem[];", "u8* const smem = shared_memory;")
     text = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]*);", _Declarations(), text)
-    kernel = rf'extern "C" __global__ void __launch_bounds__\([^{{;]*?\) {source.stem}\(\s*(.*?)\) \{{'
+    kernel = rf'extern "C" __global__ void __launch_bounds__\([^{{;]*?\)\s+{source.stem}\(\s*(.*?)\) \{{'
     (parameters,) = re.findall(kernel, text, re.DOTALL)
+    # Those of variants are left out.
+    parameters = re.sub(r"#if.*?#endif", "", parameters, flags=re.DOTALL)
     types = [part.strip().rsplit(None, 1)[0] for part in parameters.split(",")]
-    values = ", ".join(f"({type})numbers[{i}]" for i, type in enumerate(types))
+    values = ", ".join(
+        f"float_of_word((u32)numbers[{i}])" if type == "float" else f"({type})numbers[{i}]"
+        for i, type in enumerate(types)
+    )
     return f"""{text}
 static const u64* numbers;
 static void entry() {{ {source.stem}({values}); }}
@@ -78,6 +105,7 @@ extern "C" void run_grid(int grid, int size, int dynamic, const u64* given, int 
   if (count != {len(types)}) fail("another number of arguments");
   if (dynamic > (int)DYNAMIC) fail("too much shared memory");
   numbers = given;
+  gridDim.x = grid;
   kernel_entry = entry;
   std::mt19937 random(seed);
   std::vector<int> order(grid);

@@ -41,6 +41,10 @@ class Step:
         self.context: StepContext | None = None
         _steps[number] = self
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what models/compile_cache.py keeps of a step on disk: nothing of its pool and kernels."""
+        return {"number": self.number, "context": None}
+
 
 def attention_op(
     step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, params: AttentionParams

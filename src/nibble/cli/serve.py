@@ -138,7 +138,9 @@ def serve(
     if server_settings.kv_events and not served.prefix_cache:
         raise errors.ConfigError("kv_events tell of the prefix cache, which --no-prefix-cache turns off")
     if server_settings.replicas > 1:
-        environments(served.device, server_settings.replicas)  # raises where there are too few GPUs
+        environments(
+            served.device, server_settings.replicas, served.tp
+        )  # raises where there are too few GPUs
     # Before seconds of imports.
     sockets = listen(server_settings)
     from nibble.models.hub import locate, pinned

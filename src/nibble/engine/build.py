@@ -35,6 +35,7 @@ from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
+from nibble.engine.memory_check import explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
@@ -46,7 +47,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
-from nibble.engine.warmup import explain_out_of_memory, warm_up
+from nibble.engine.warmup import warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
@@ -239,8 +240,9 @@ def _build(
         compile_cache.use_cache_folder()
         if config.compile:
             with startup.part("compiler"):
-                compile_cache.warm_compiler()
+                compile_cache.warm_compiler(config.compile_cache)
     here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
+    startup.notes += filter(None, [getattr(here.group, "note", "")] if here else [])
     model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

@@ -160,6 +160,10 @@ class Engine:
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
     """What requests gained, and whether they have ended with it."""
+    _uncounted: deque[tuple[Batch, Mapping[Request, Sequence[Logprob]]]] = field(
+        default_factory=deque, init=False
+    )
+    """What steps with drafts gained. To count it takes time, in which the next step may be computed."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -189,8 +193,6 @@ class Engine:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
-        if self.ranks:
-            self.ranks.check()
         prompt = truncated(prompt, params.truncate_prompt_tokens, self.scheduler.limit - params.max_tokens)
         self.check(prompt, params, answer=params.max_tokens > 0)
         bad_words = self.tokenizer.token_sequences(params.bad_words) if self.tokenizer else ()
@@ -365,7 +367,10 @@ class Engine:
         Raises:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
+            RankError: a process of a divided model has failed.
         """
+        if self.ranks:
+            self.ranks.check()
         check_request(prompt, params, self.vocab_size, self.tokenizer)
         self.scheduler.check_length(len(prompt), answer=answer)
 
@@ -373,13 +378,13 @@ class Engine:
         """Run and sample a batch without waiting for it; return False where that failed."""
         sampling = tuple(item for item in batch.scheduled if item.samples_token)
         # A row for each token that is sampled: one after each draft, and one before.
-        rows = [(item, count) for item in sampling for count in range(1 + len(item.drafts))]
+        rows = sum(1 + len(item.drafts) for item in sampling)
         try:
             logits = self.runner.forward(batch)
             if self.speculation and self.speculation.head:
                 self.speculation.head.observe(batch, self.runner.hidden_states)
-            sampled = self._sample(logits[: len(rows)], rows) if rows else None
-            prompt_logits = logits[len(rows) :]
+            sampled = self._sample(logits[:rows], sampling) if sampling else None
+            prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = _score_prompts(batch, prompt_logits, fixed_shapes=fixed)
             # Without overlap the host knows the tokens before the next step, and sends them itself.
@@ -401,15 +406,19 @@ class Engine:
                 self.fail(f"{type(error).__name__}: {error}")
         return error
 
-    def _sample(self, logits_SV: Tensor, rows: Sequence[tuple[ScheduledRequest, int]]) -> SampledTokens:
-        """Sample a token for each row: of an item, after so many of its drafts."""
-        requests = tuple(item.request for item, _ in rows)
-        # From positions: the host's own count lacks the tokens that are in flight.
-        num_output_tokens = [
-            item.end - len(item.drafts) + count - len(item.request.prompt_token_ids) for item, count in rows
-        ]
-        drafts = {row: item.drafts[:count] for row, (item, count) in enumerate(rows) if count}
-        return self.sampler.launch(logits_SV, requests, num_output_tokens, drafts)
+    def _sample(self, logits_SV: Tensor, sampling: Sequence[ScheduledRequest]) -> SampledTokens:
+        """Sample tokens of items: of each one, and one more after each of its drafts."""
+        requests, num_output_tokens, drafts = list[Request](), list[int](), dict[int, tuple[int, ...]]()
+        for item in sampling:
+            request, count = item.request, 1 + len(item.drafts)
+            if count > 1 and needs_output_tokens(request.params):
+                first = len(requests)
+                drafts |= {first + place: item.drafts[:place] for place in range(1, count)}
+            requests += [request] * count
+            # From positions: the host's own count lacks the tokens that are in flight.
+            end = item.end + 1 - len(request.prompt_token_ids)
+            num_output_tokens += range(end - count, end)
+        return self.sampler.launch(logits_SV, tuple(requests), num_output_tokens, drafts)
 
     def _collect(self, max_in_flight: int, *, later: bool = False) -> None:
         """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled.
@@ -449,7 +458,7 @@ class Engine:
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
             runs[request] = [token for token in tokens if token is not None]
-        self._count_drafts(batch, runs)
+        self._uncounted.append((batch, runs))
         token_ids = {request.id: [token.token for token in run] for request, run in runs.items()}
         # After the ends above, because commit() passes over finished requests.
         by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
@@ -458,6 +467,8 @@ class Engine:
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
+        while self._uncounted:
+            self._count_drafts(*self._uncounted.popleft())
         errors: list[Exception] = []
         while self._pending:
             request, run, has_ended = self._pending.popleft()

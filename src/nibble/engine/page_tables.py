@@ -135,8 +135,10 @@ class PageTables:
             packed: the integers of the step.
             tier: where updates of the host tier lie.
         """
-        pages, slots = map(packed.add, self.take_updates()), map(packed.add, self.take_slots())
-        return SentUpdates(*pages, *slots, self.exact.add_updates(packed) if self.exact else None, tier)
+        places, pages = map(packed.add, self.take_updates())
+        slot_rows, slots = map(packed.add, self.take_slots())
+        exact = self.exact.add_updates(packed) if self.exact else None
+        return SentUpdates(places, pages, slot_rows, slots, exact, tier)
 
     def apply_updates(self, sent: Tensor, updates: SentUpdates) -> None:
         """Write what was added into the tables."""

@@ -11,6 +11,8 @@ from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
 from nibble.models.quantization import Handling, Weights
 
+SIZES = (2, 4, 8)
+"""Numbers of GPUs that a plan proposes."""
 COLLECTIVES = 768 << 20
 """Bytes that NCCL and symmetric memory take of each GPU."""
 

@@ -121,8 +121,7 @@ def plan_cache(
     here = hardware is None
     table = _backends(here)
     config, formats_note = _own_formats(pinned(config))
-    hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
-    hardware = parallel_plan.of_rank(hardware, config.tp)
+    hardware = _share(hardware or probe(config.device), config)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
     source, source_note = locate_config(config.model) if published else (config.model, "")
@@ -217,15 +216,17 @@ def _caveats(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> Iterato
         yield blocker
 
 
-def _share(hardware: Hardware, utilization: float | None) -> Hardware:
+def _share(hardware: Hardware, config: Config) -> Hardware:
     """Return the hardware with the part of its memory that may be used; raise ConfigError for a part of a CPU's."""
+    utilization = config.gpu_memory_utilization
     if utilization is None:
-        return hardware
+        return parallel_plan.of_rank(hardware, config.tp)
     if hardware.is_cpu:
         raise ConfigError(
             "--gpu-memory-utilization is for GPUs; on a CPU --kv-memory says how much the cache may have"
         )
-    return replace(hardware, memory=int(hardware.memory * utilization))
+    share = replace(hardware, memory=int(hardware.memory * utilization))
+    return parallel_plan.of_rank(share, config.tp)
 
 
 def _count_weights(
@@ -328,12 +329,39 @@ def _refused(cache_plan: CachePlan, spec: CacheSpec, error: CapacityError) -> Ca
     planner = MemoryPlanner(spec, model_spec, hardware, cache_plan.plan)
     lacking = planner.least_bytes > hardware.memory
     summary = f"{model_spec.model} does not fit: {planner.shortfall}\n" * lacking
-    refused = CapacityError(f"{summary}{error}")
+    ways = f"{error}{_more_gpus(cache_plan)}" if lacking else str(error)
+    refused = CapacityError(f"{summary}{ways}")
     refused.suggestion = find_smaller(
         config, model_spec, hardware, _backends(cache_plan.here),
         declared=cache_plan.declared, best=cache_plan.defaults,
     )  # fmt: skip
     return refused
+
+
+def _more_gpus(cache_plan: CachePlan) -> str:
+    """Return among how few GPUs a model fits that one does not hold; empty where none are enough or served."""
+    config, here = cache_plan.config, cache_plan.here
+    hardware = None if here else cache_plan.hardware
+    if cache_plan.hardware.is_cpu or config.tp > 1:
+        return ""
+    # With less than its weights, nothing needs to be tried.
+    weights, memory = cache_plan.model_spec.weight_bytes, cache_plan.hardware.memory
+    for size in (size for size in parallel_plan.SIZES if weights < size * memory):
+        # The share that may be used is in `hardware` already.
+        options = replace(
+            config, tp=size, gpu_memory_utilization=config.gpu_memory_utilization if here else None
+        )
+        try:
+            divided = plan_cache(options, hardware, declared=cache_plan.declared, published=not here)
+            MemoryPlanner(
+                CacheSpec.from_config(options), divided.model_spec, divided.hardware, divided.plan
+            ).plan()
+        except CapacityError:
+            continue
+        except ConfigError:
+            return ""
+        return f"; it needs --tp {size}, so many of these GPUs"
+    return ""
 
 
 def _backends(here: bool) -> Mapping[str, BackendInfo]:

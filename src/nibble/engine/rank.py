@@ -69,7 +69,7 @@ class Follower:
         """Check that the memory suffices, once everything is allocated."""
         import torch
 
-        from nibble.engine.warmup import check_memory
+        from nibble.engine.memory_check import check_memory
 
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize()
@@ -88,13 +88,13 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     start = connection.recv()
     try:
         follower = Follower(start, _connect(start, rank, size))
-        taken = 1
-        COUNT.pack_into(counts, COUNT.size * rank, taken)
+        num_done = 1
+        COUNT.pack_into(counts, COUNT.size * rank, num_done)
         while (command := connection.recv()).name != "stop":
             assert isinstance(command, Command)
             getattr(follower, command.name)(*command.arguments)
-            taken += 1
-            COUNT.pack_into(counts, COUNT.size * rank, taken)
+            num_done += 1
+            COUNT.pack_into(counts, COUNT.size * rank, num_done)
     except EOFError:
         os._exit(1)  # rank 0 is gone
     except BaseException as error:

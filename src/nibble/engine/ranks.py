@@ -233,16 +233,16 @@ class Ranks:
     def _failure_of(self, rank: int, process: subprocess.Popen[bytes]) -> str:
         connection = self._connections[rank]
         with suppress(OSError, EOFError):
-            if connection.poll(0) and isinstance(said := connection.recv(), Failure):
-                return f"failed ({said.kind}: {said.message})"
+            if connection.poll(0) and isinstance(failure := connection.recv(), Failure):
+                return f"failed ({failure.kind}: {failure.message})"
         if (code := process.poll()) is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             return f"{how}, of which it said nothing"
         limit = HANG_S if self.is_serving else START_HANG_S
         with self._lock:
             num_sent, waited = self._num_sent, time.monotonic() - self._sent_at
-        (taken,) = COUNT.unpack_from(self._map, COUNT.size * rank)
-        if taken < num_sent and waited > limit:
+        (num_done,) = COUNT.unpack_from(self._map, COUNT.size * rank)
+        if num_done < num_sent and waited > limit:
             return f"has not taken up a step for {waited:.0f} s"
         return ""
 
@@ -292,7 +292,7 @@ class Ranks:
 
 def _is_connection(text: str) -> bool:
     """Return whether an error is one of collectives, and not of a computation."""
-    words = (
+    phrases = (
         "connection",
         "Connection",
         "gloo",
@@ -303,4 +303,4 @@ def _is_connection(text: str) -> bool:
         "store",
         "socket",
     )
-    return any(word in text for word in words)
+    return any(phrase in text for phrase in phrases)

@@ -62,17 +62,20 @@ def rehearse_graphs(
 
 def mark_of(runner: ModelRunner, budget: MemoryPlan, *others: Hashable) -> Path:
     """Return the file that says that a start like this one was rehearsed. others: what else decides its parts."""
-    digest = hashlib.sha256()
-    plan = runner.plan
-    facts = (
-        compile_cache.path_of(runner.model, {}).name, plan.fingerprint, repr(list(plan.routes)), plan.page_size,
-        budget.max_decodes, budget.step_tokens, budget.verify_sizes, others, nibble.__version__,
-    )  # fmt: skip
-    digest.update(repr(facts).encode())
+    digest = hashlib.sha256(repr(facts_of(runner, budget, *others)).encode())
     folder = Path(ahead.__file__).parent
     for path in sorted(path for pattern in SOURCES for path in folder.rglob(pattern)):
         digest.update(path.read_bytes())
     return cache_folder() / FOLDER / digest.hexdigest()[:32]
+
+
+def facts_of(runner: ModelRunner, budget: MemoryPlan, *others: Hashable) -> tuple[Hashable, ...]:
+    """Return what decides which kernels a start compiles, beside their source; the same in each process."""
+    plan = runner.plan
+    routes = tuple((route.phase.value, str(route)) for route in plan.routes)
+    sizes = plan.page_size, budget.max_decodes, budget.step_tokens, tuple(budget.verify_sizes)
+    model = compile_cache.path_of(runner.model, {}).name
+    return model, plan.fingerprint, routes, sizes, others, nibble.__version__
 
 
 def leave_mark(path: Path) -> None:

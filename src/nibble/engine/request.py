@@ -222,8 +222,11 @@ class Batch:
     @classmethod
     def from_scheduled(cls, scheduled: Iterable[ScheduledRequest]) -> Batch:
         """Return the batch of `scheduled`, which keep their order within a phase."""
-        # The sort is stable, so priority stays the order within a phase.
-        return cls(tuple(sorted(scheduled, key=lambda item: PHASE_ORDER.index(item.phase))))
+        items = tuple(scheduled)
+        if len({item.phase for item in items}) > 1:
+            # The sort is stable, so priority stays the order within a phase.
+            items = tuple(sorted(items, key=lambda item: PHASE_ORDER.index(item.phase)))
+        return cls(items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -151,12 +152,18 @@ class SampledTokens:
     def read(self) -> list[Logprob | None]:
         """Return the tokens, None where logits are not numbers: no parameter can mend that."""
         (tokens,) = self._copy.read()
-        result = [None if token == INVALID_TOKEN else Logprob(token, 0.0) for token in tokens]
+        result = [None if token == INVALID_TOKEN else _unscored(token) for token in tokens]
         if self._rows:
             for row, logprob in zip(self._rows, self._logprobs.read(), strict=True):
                 if result[row] is not None:
                     result[row] = logprob
         return result
+
+
+@lru_cache(1 << 14)
+def _unscored(token: int) -> Logprob:
+    """Return a token whose log-probability nobody asks for; the same object each time, as a step reads many."""
+    return Logprob(token, 0.0)
 
 
 def uniforms(seeds_S: Tensor, positions_S: Tensor) -> Tensor:

@@ -291,6 +291,11 @@ class Speculation:
 
     def _usable(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
         """Return the first ones that may be accepted: before an end of the answer, and as the grammar has it."""
+        if not drafts:
+            return ()
+        is_plain = request.matcher is None and request.stop_ids.isdisjoint(drafts)
+        if is_plain and min(drafts) >= 0 and max(drafts) < self.vocab_size:
+            return tuple(drafts)
         tokens = list[int]()
         for token in drafts:
             # The answer would end there: nothing behind it counts, and it is drawn without a draft as well.

@@ -108,7 +108,7 @@ class _GroupTest:
         definition = RecurrentStates({layer: self.expected}, batch)
         what = "a decode step" if longest == 1 else f"chunks of {' and '.join(map(str, lengths))} tokens"
         # The second decode step is that of a compiled model, where it has one operator for both.
-        is_joined = longest == 1 and self.computed[0] > STEPS[0][0] and self._joins
+        is_joined = longest == 1 and self.computed[0] > STEPS[0][0] and self._share > 0
         layers = iter([self._joined(ends[-1] + 1)]) if is_joined else self._layers(ends[-1] + 1)
         for serve in layers:
             self._compare(serve(actual), serve(definition), what, "computes")
@@ -127,18 +127,20 @@ class _GroupTest:
             yield self._recurrence(tokens)
 
     @property
-    def _joins(self) -> bool:
-        """Return whether the convolution may make queries, keys and values and nothing else."""
+    def _share(self) -> int:
+        """Return how many heads of keys have the same channels of a convolution that makes nothing else; 0: none is."""
         group = self.group
-        made = 2 * group.key_heads * group.columns + group.heads * group.rows
-        return group.rule in ("delta", "decay") and group.conv_channels == made
+        left = group.conv_channels - group.heads * group.rows
+        shares = [n for n in range(1, group.key_heads + 1) if not group.key_heads % n]
+        widths = {2 * group.key_heads // share * group.columns: share for share in shares}
+        return widths.get(left, 0) if group.rule in ("delta", "decay") else 0
 
     def _joined(self, tokens: int) -> Serve:
         """Return a layer whose convolution makes queries, keys and values."""
-        group, layer = self.group, self.group.layers[0]
+        group, layer, share = self.group, self.group.layers[0], self._share
         x_TC = self._noise(tokens, group.conv_channels).to(self.dtype)
-        width, is_delta = group.key_heads * group.columns, group.rule == "delta"
-        conv = Convolution(x_TC, self.weight_CW.to(self.dtype), None, "silu", 0, width, 2 * width)
+        width, is_delta = group.key_heads // share * group.columns, group.rule == "delta"
+        conv = Convolution(x_TC, self.weight_CW.to(self.dtype), None, "silu", 0, width, 2 * width, share)
         gates = self._gates(tokens)
         return lambda states: recurrent.conv_recurrence(
             states, layer, conv, *gates, delta=is_delta, unit=True

@@ -80,8 +80,11 @@ def padded_token_ids(scheduled: Sequence[ScheduledRequest], tokens: int) -> list
     """
     result = list[int]()
     for item in scheduled:
-        ids = token_ids([item])
-        result += ids[:1] * (tokens - len(ids)) + ids
+        known = item.request.token_ids
+        first = known[item.start] if item.start < len(known) else ON_DEVICE
+        # A request that decodes has one token beside its drafts.
+        result += [first] * (tokens - len(item.drafts))
+        result += item.drafts
     return result
 
 

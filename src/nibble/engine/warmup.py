@@ -24,7 +24,7 @@ from torch import Tensor
 from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.layer import AttentionBackend, StepContext, attention
-from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
+from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.plan import (
     GroupPlan,
     Plan,
@@ -43,14 +43,14 @@ from nibble.engine import rehearsal, window_reference
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.graphs import CudaGraphs, Graphs, live
+from nibble.engine.memory_check import check_memory, explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.state_test import state_test
 from nibble.engine.window_reference import Tokens
-from nibble.errors import BackendError, CapacityError
+from nibble.errors import BackendError
 from nibble.formats.base import raw
-from nibble.hardware import format_bytes
-from nibble.kernels import ahead, cdiv
+from nibble.kernels import ahead, cdiv, topk
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -200,7 +200,10 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
         request.lease = manager.open(request.token_ids, "")
         manager.reserve(request.lease, len(request.token_ids))
     chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
-    runner.forward(Batch.from_scheduled(chunks))
+    logits_SV = runner.forward(Batch.from_scheduled(chunks))
+    # As the sampler does, with penalties or without.
+    for x_SV in (logits_SV, logits_SV.float()):
+        topk.row_max(x_SV)
     for request in requests:
         manager.release(request.lease)
 
@@ -258,37 +261,6 @@ def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[
         lengths.append(length)
         tokens, pages = tokens - length, pages - cdiv(length, size)
     return lengths
-
-
-def check_memory(budget: MemoryPlan, free: int) -> None:
-    """Raise CapacityError where more is in use than was planned, so that too little of the reserve is left."""
-    if free < MIN_RESERVE_LEFT * budget.reserve:
-        used = budget.memory - free - budget.pool
-        raise CapacityError(
-            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of "
-            f"weights and {format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are "
-            f"left; {_advice(budget)}"
-        )
-
-
-@contextmanager
-def explain_out_of_memory(budget: MemoryPlan) -> Iterator[None]:
-    """Turn torch's error into a CapacityError that says what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the GPU's memory does not suffice for the plan ({format_bytes(budget.weights)} of weights, "
-            f"{format_bytes(budget.workspace)} of workspace, a pool of {format_bytes(budget.pool)}); {_advice(budget)}"
-        ) from error
-
-
-def _advice(budget: MemoryPlan) -> str:
-    smaller = max(budget.pool - budget.reserve, budget.pool // 2)
-    return (
-        f"what would help: --kv-memory {smaller >> 20}MiB, a smaller --token-budget (now {budget.step_tokens}), "
-        "or ending other programs on this GPU"
-    )
 
 
 def self_test(

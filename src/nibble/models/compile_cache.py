@@ -74,11 +74,17 @@ def limit_cache_folder() -> None:
         log.info("the cache folder is not limited: %s", error)
 
 
-def warm_compiler() -> None:
+def warm_compiler(keep: bool) -> None:
     """Import torch's compiler, and begin to start the processes in which it compiles kernels, which takes seconds.
 
-    What it compiles before they are ready it compiles in this one, kernel after kernel.
+    What it compiles before they are ready it compiles in this one, kernel after kernel. Where there are compiled models
+    on disk, this one is probably among them, and needs none.
+
+    Args:
+        keep: whether models are taken from disk.
     """
+    if keep and any((cache_folder() / FOLDER).glob("*.bin")):
+        return
     import torch._inductor.compile_fx  # noqa: F401
     from torch._inductor import async_compile
 
@@ -139,7 +145,8 @@ def compile_into(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what torch cannot trace here is explained when it is compiled by a call
-        log.info("this model cannot be compiled ahead (%s: %s)", type(error).__name__, error)
+        # It costs a first start twice the time, and the next ones too.
+        log.warning("this model cannot be compiled ahead (%s: %s)", type(error).__name__, error)
         return None
     # Code that cannot be written costs the next start time, nothing else.
     try:

@@ -27,8 +27,8 @@ _MOVES = frozenset(
     {
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
         aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.clone.default, aten.alias.default,
-        operator.getitem,
+        aten.slice.Tensor, aten.select.int, aten.expand.default, aten.split_with_sizes.default, aten.clone.default,
+        aten.alias.default, operator.getitem,
     }
 )  # fmt: skip
 """Operators that move values and change none."""
@@ -55,10 +55,14 @@ def join_convolutions(graph: fx.Graph, device: str) -> int:
         try:
             # A compiler's graph passes run where tensors have no values.
             with unset_fake_temporarily():
-                places = [_first_channel(part, conv) for part in (q, k, x)]
+                (q_at, q_share), (k_at, k_share), (v_at, v_share) = (
+                    _channels(part, conv) for part in (q, k, x)
+                )
         except _NotMovedError:
             continue
-        _replace(graph, conv, rule, places)
+        if q_share != k_share or v_share != 1:
+            continue
+        _replace(graph, conv, rule, [q_at, k_at, v_at, q_share])
         for node in (*reversed(moves), conv):
             graph.erase_node(node)
         count += 1
@@ -82,8 +86,10 @@ def _moves_behind(conv: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _first_channel(part: Any, conv: fx.Node) -> int:
-    """Return the channel of the first value of queries, keys or values, heads following one another.
+def _channels(part: Any, conv: fx.Node) -> tuple[int, int]:
+    """Return the channel of the first value of queries, keys or values, and how many heads share channels.
+
+    Heads follow one another; those that a family has repeated share theirs.
 
     Raises:
         _NotMovedError: They are not moved alone, or lie otherwise.
@@ -93,10 +99,15 @@ def _first_channel(part: Any, conv: fx.Node) -> int:
     moved = _run(part, conv, numbers_TC)
     if moved.dim() != 3 or len(moved) != _TOKENS:
         raise _NotMovedError
-    first, width = int(moved[0, 0, 0]), moved[0].numel()
-    if first + width > channels or not torch.equal(moved.flatten(1), numbers_TC[:, first : first + width]):
+    first, (heads, width) = int(moved[0, 0, 0]), moved.shape[1:]
+    share = int((moved[0, :, 0] == first).sum())
+    own = heads // share
+    if heads % share or first + own * width > channels:
         raise _NotMovedError
-    return first
+    expected = numbers_TC[:, first : first + own * width].view(_TOKENS, own, width)
+    if not torch.equal(moved, expected.repeat_interleave(share, 1)):
+        raise _NotMovedError
+    return first, share
 
 
 def _run(node: Any, conv: fx.Node, numbers_TC: Tensor) -> Any:
@@ -122,6 +133,7 @@ def _size(node: fx.Node, tokens: Any) -> int:
 
 
 def _replace(graph: fx.Graph, conv: fx.Node, rule: fx.Node, places: list[int]) -> None:
+    """Put the joined operator in the place of both; places: as Convolution has them, and `share`."""
     x, weight, bias, activation = conv.args[:4]
     heads, rows = rule.meta["val"].shape[1:]
     arguments = (x, weight, bias, activation, places, *rule.args[3:], heads, rows)

@@ -26,17 +26,18 @@ from transformers.pytorch_utils import Conv1D
 from nibble.errors import ConfigError
 from nibble.model_spec import LATENT, ModelSpec
 from nibble.models.experts import expert_matrices
-from nibble.models.hook import Call, adapt
+from nibble.models.hook import Call, Observer, adapt
 from nibble.models.observe import bare_skeleton, observe, record_calls
 from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "axk1", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "kimi_linear", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mistral4", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "dots1", "ernie4_5", "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "kimi_linear", "lfm2", "llama", "llama4_text", "minicpm3",
+    "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron_h",
+    "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
 WIDTHS = (
@@ -121,21 +122,24 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
     text = config.get_text_config()
     _check_heads(text, size)
     whole = bare_skeleton(copy.deepcopy(config))
-    calls = _calls(bare_skeleton(copy.deepcopy(config)))
-    attempt = partial(_tried, config, whole, calls, size)
-    changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(calls, text.num_hidden_layers)
+    observer = _observer(bare_skeleton(copy.deepcopy(config)))
+    attempt = partial(_tried, config, whole, observer, size)
+    changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(observer.calls, text.num_hidden_layers)
+    replicated = list(_indivisible(text, size))
     try:
-        return Divided(attempt(list(changes.values())), tuple(_indivisible(text, size)), kv_heads)
+        part, states = attempt(list(changes.values()))
+        return Divided(part, (*replicated, *states), kv_heads)
     except _CannotDivideError:
         pass
-    replicated, kept = list(_indivisible(text, size)), list[Change]()
+    accepted = list[Change]()
     for what, change in changes.items():
         try:
-            attempt([*kept, change])
-            kept.append(change)
+            attempt([*accepted, change])
+            accepted.append(change)
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
-    return Divided(attempt(kept), tuple(replicated), kv_heads)
+    part, states = attempt(accepted)
+    return Divided(part, (*replicated, *states), kv_heads)
 
 
 def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
@@ -143,9 +147,9 @@ def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
     return tuple(heads.get(layer, 0) for layer in range(layers))
 
 
-def _calls(model: Any) -> list[Call]:
-    """Return how the layers of a bare model attend; it is adapted."""
-    return record_calls(adapt(model).eval(), model.config.get_text_config().model_type).calls
+def _observer(model: Any) -> Observer:
+    """Return how the layers of a bare model attend, and what states they keep; it is adapted."""
+    return record_calls(adapt(model).eval(), model.config.get_text_config().model_type)
 
 
 def _check_heads(text: Any, size: int) -> None:
@@ -224,25 +228,33 @@ def _divide_vocabulary(size: int, text: Any) -> None:
 
 
 def _tried(
-    config: PretrainedConfig, whole: nn.Module, calls: Sequence[Call], size: int, changes: Sequence[Change]
-) -> PretrainedConfig:
-    """Return a config with all changes; raise _CannotDivideError where its model is not a part of the whole one."""
+    config: PretrainedConfig, whole: nn.Module, observer: Observer, size: int, changes: Sequence[Change]
+) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """Return a config with all changes, and which layers with states it leaves whole, in words.
+
+    Raises:
+        _CannotDivideError: its model is not a part of the whole one.
+    """
     changed = copy.deepcopy(config)
     for change in changes:
         change(changed.get_text_config())
     try:
         part = bare_skeleton(copy.deepcopy(changed))
         layout(whole, part)
-        _compare_calls(calls, _calls(part), size)
+        other = _observer(part)
     except ConfigError as error:
-        raise _CannotDivideError(str(error)) from error
-    return changed
+        raise _CannotDivideError("its code does not take fewer") from error
+    _compare_calls(observer.calls, other.calls, size)
+    pairs = zip(observer.recurrent_calls, other.recurrent_calls, strict=True)
+    rules = dict.fromkeys(a.rule for a, b in pairs if a.arguments["x"].shape == b.arguments["x"].shape)
+    states = (f"layers with recurrent states ({', '.join(rules)})",) if rules else ()
+    return changed, states
 
 
 def _compare_calls(whole: Sequence[Call], part: Sequence[Call], size: int) -> None:
     """Raise _CannotDivideError unless layers attend as in the whole model, over a part of the heads or all."""
     for one, other in zip(whole, part, strict=True):
-        heads, kept = one.query.shape[1], other.query.shape[1]
+        heads, own_heads = one.query.shape[1], other.query.shape[1]
         groups = {name: (x.shape[1], other.streams[name].shape[1]) for name, x in one.streams.items()}
         same = one.params.window == other.params.window and one.params.scale == other.params.scale
         sizes = [(x.shape[-1], other.streams[name].shape[-1]) for name, x in one.streams.items()] + [
@@ -250,10 +262,10 @@ def _compare_calls(whole: Sequence[Call], part: Sequence[Call], size: int) -> No
         ]
         if not same or any(a != b for a, b in sizes):
             raise _CannotDivideError("a head's size or scale would follow from the number of heads")
-        if kept not in (heads, heads // size):
-            raise _CannotDivideError(f"{kept} of {heads} heads")
+        if own_heads not in (heads, heads // size):
+            raise _CannotDivideError(f"{own_heads} of {heads} heads")
         for name, (all_groups, own) in groups.items():
-            expected = all_groups if name == LATENT or kept == heads else max(all_groups // size, 1)
+            expected = all_groups if name == LATENT or own_heads == heads else max(all_groups // size, 1)
             if own != expected:
                 raise _CannotDivideError(f"{own} of {all_groups} KV heads")
 
@@ -398,12 +410,12 @@ def splits(whole: Any, part: Any, shard: Shard) -> dict[str, Split]:
     stored = [
         revert_weight_conversion(model, state) for model, state in zip((whole, part), states, strict=True)
     ]
-    found = dict[str, Split]()
+    result = dict[str, Split]()
     for one, other in (states, stored):
         for name, x in one.items():
             if name in other and other[name].shape != x.shape:
-                found[name] = _split((whole, part), name, x, other[name], shard)
-    return found
+                result[name] = _split((whole, part), name, x, other[name], shard)
+    return result
 
 
 def _split(models: tuple[Any, Any], name: str, x: Tensor, own: Tensor, shard: Shard) -> Split:
@@ -423,7 +435,7 @@ class Division:
 
     def __init__(self, whole: PretrainedConfig, part: PretrainedConfig, shard: Shard) -> None:
         self.shard = shard
-        models = [bare_skeleton(copy.deepcopy(config)) for config in (whole, part)]
+        models = bare_skeleton(copy.deepcopy(whole)), bare_skeleton(copy.deepcopy(part))
         self.layout = layout(*models)
         self.splits = splits(*models, shard)
 

@@ -80,6 +80,8 @@ def _summed_forward(own: Callable[..., Tensor], group: int) -> Callable[..., Ten
 class DividedEmbedding(nn.Module):
     """A table of which each rank has some rows; of all ranks one has a token's."""
 
+    first: Tensor
+
     def __init__(self, table: nn.Embedding, shard: Shard, group: int) -> None:
         super().__init__()
         self.table, self.group = table, group

@@ -93,9 +93,9 @@ def packed_part(matrix: PackedMatrix, split: Split, name: str) -> PackedMatrix:
     """
     format, (_, columns), groups = matrix.format, matrix.shape, matrix.scale.shape[1]
     if split.dim == 1:
-        words = columns // matrix.codes.shape[1]
+        per_word = columns // matrix.codes.shape[1]
         by_group = split.scaled(columns // groups, name) if groups > 1 else None
-        codes = split.scaled(words, name).of(matrix.codes).contiguous()
+        codes = split.scaled(per_word, name).of(matrix.codes).contiguous()
         scale, zero = matrix.scale, matrix.zero
         if by_group:
             scale = by_group.of(scale).contiguous()

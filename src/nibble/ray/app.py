@@ -17,11 +17,11 @@ from ray.util import get_node_ip_address
 
 from nibble.config import Config
 from nibble.errors import ConfigError
+from nibble.ray.choice import note_finish, note_start
 from nibble.ray.client import ClusterClient
 from nibble.ray.engine import Engine
 from nibble.ray.front import Front, check
 from nibble.ray.options import PREFIX, ROUTERS, AppOptions, engine_options, front_options, parse_args
-from nibble.ray.router import note_finish, note_start
 from nibble.server.settings import Settings
 
 DEATHS = (RayActorError, ObjectLostError, TaskCancelledError, DeploymentUnavailableError)

@@ -159,6 +159,29 @@ class Chooser:
         self.set_replicas({})
 
 
+CallSoon = Callable[..., Any]
+"""Calls a function with arguments in the event loop of a router, from any thread."""
+_choosers: list[tuple[Chooser, CallSoon]] = []
+"""Of this process. They are here and not beside the router's class, for Serve copies that one's module by value."""
+
+
+def register(chooser: Chooser, call_soon: CallSoon) -> None:
+    """Let a chooser hear of answers that begin and end in this process."""
+    _choosers.append((chooser, call_soon))
+
+
+def note_start(request: GenerationRequest) -> None:
+    """Tell choosers that the first token of a request is there; from any thread."""
+    for chooser, call_soon in _choosers:
+        call_soon(chooser.start, request)
+
+
+def note_finish(request: GenerationRequest, answer_tokens: int) -> None:
+    """Tell choosers that a request was answered; from any thread."""
+    for chooser, call_soon in _choosers:
+        call_soon(chooser.finish, request, answer_tokens)
+
+
 class Follower:
     """A thread that follows one engine's events.
 

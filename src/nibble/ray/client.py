@@ -78,25 +78,26 @@ class ClusterClient:
                     # Waits for a replica; where there may be none (min_replicas 0), this request starts one.
                     self._set_ready([await self._handle.options(method_name="ready").remote()])
                 await self._poll()
-            except self._deaths as error:
-                log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
-            except Exception:
-                logging.getLogger("nibble.server").exception("engines cannot be asked")
+            except Exception as error:
+                if isinstance(error, (*self._deaths, TimeoutError)):
+                    log_event("engines cannot be asked", logging.WARNING, error=str(error).partition("\n")[0])
+                else:
+                    logging.getLogger("nibble.server").exception("engines cannot be asked")
             await asyncio.sleep(POLL_S)
 
-    async def _ask(self, method: str) -> list[Any]:
+    async def _call_all(self, method: str) -> list[Any]:
         """Return what the engines answer, those that do."""
         call = self._handle.broadcast(method)
         answers = await call.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _poll(self) -> None:
-        reports = await self._ask("report")
+        reports = await self._call_all("report")
         self.num_engines, self.stats = len(reports), merge_stats([stats for _, stats in reports])
         self.state = State.READY if reports else State.STARTING
         kinds = {kind for kind, _ in reports}
         # While Serve exchanges engines for others, there are both kinds.
-        if reports and kinds != self._kinds and (answers := await self._ask("ready")):
+        if reports and kinds != self._kinds and (answers := await self._call_all("ready")):
             self._set_ready(answers)
             self._kinds = kinds
 

@@ -120,7 +120,7 @@ class AppOptions:
     @property
     def gpus(self) -> int:
         """GPUs of one engine."""
-        return 0 if self.config.device == "cpu" else getattr(self.config, "tp", 1)
+        return 0 if self.config.device == "cpu" else self.config.tp
 
     @property
     def max_ongoing_requests(self) -> int:
@@ -146,10 +146,6 @@ def parse_args(args: Mapping[str, Any]) -> AppOptions:
     for name, value in args.items():
         if name in NOT_HERE:
             raise ConfigError(f"{name} means nothing on Ray: {NOT_HERE[name]}")
-        if name == "tp" and name not in homes:
-            if str(value) != "1":
-                raise ConfigError(f"tp must be 1, not {value}: an engine of this version runs on one GPU")
-            continue
         if name not in homes:
             raise ConfigError(unknown("option", name, homes))
         kind, home = homes[name]

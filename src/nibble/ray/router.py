@@ -1,12 +1,13 @@
 """The request router of Ray Serve that knows what each engine has cached. It lives in each front, beside the handle.
 
+Serve copies this module by value to where the class is used, so that it has no state of its own.
+
 Requests that hold no prompt, and all of them while no engine has said what it caches, go to the less busy of two.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,25 +15,9 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from nibble.cache.events import KVEvent
-from nibble.ray.choice import Chooser, Follower, Source, policy_of
+from nibble.ray.choice import Chooser, Follower, Source, policy_of, register
 from nibble.ray.client import sample_two
 from nibble.server.worker import GenerationRequest
-
-log = logging.getLogger("nibble.server")
-_routers: set[KVRouter] = set()
-"""Of this process: a front tells them when an answer begins."""
-
-
-def note_start(request: GenerationRequest) -> None:
-    """Tell the routers of this process that the first token of a request is there; from any thread."""
-    for router in tuple(_routers):
-        router.call_soon(router.chooser.start, request)
-
-
-def note_finish(request: GenerationRequest, answer_tokens: int) -> None:
-    """Tell them that a request was answered."""
-    for router in tuple(_routers):
-        router.call_soon(router.chooser.finish, request, answer_tokens)
 
 
 class KVRouter(RequestRouter):  # type: ignore[misc]
@@ -43,7 +28,7 @@ class KVRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **options: Any) -> None:
         """Begin with no replicas; Serve calls this. options: fields of nibble.routing.router.Policy."""
         self.chooser = Chooser(policy_of(options), self._follow)
-        _routers.add(self)
+        register(self.chooser, self.call_soon)
 
     def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the router's own loop, from any thread."""

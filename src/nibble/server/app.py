@@ -22,9 +22,10 @@ from nibble.errors import PromptTooLong, RequestError
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server import chat_format, middleware, protocol, streaming
 from nibble.server.engine_client import EngineClient, EngineDiedError, State, engines_of
+from nibble.server.fidelity import fidelity_warning
 from nibble.server.messages_api import CountTokensRequest, MessagesRequest
 from nibble.server.messages_writer import MessagesWriter
-from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
+from nibble.server.metrics import Metrics, RequestTimer, cache_view
 from nibble.server.responses_api import ResponsesRequest
 from nibble.server.responses_writer import ResponsesWriter, common_fields
 from nibble.server.settings import PRIORITY, Settings

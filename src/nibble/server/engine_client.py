@@ -35,9 +35,9 @@ from nibble.server.worker import GenerationRequest
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
+"""Given to a process to end by itself."""
 LAST_MESSAGES_S = 0.05
 """Given to the last messages of a process that has ended to be read."""
-"""Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
 SHUTTING_DOWN = "the server is shutting down"

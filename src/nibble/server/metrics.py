@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 import nibble
 from nibble.errors import NibbleError, RequestError
 from nibble.server.engine_client import EngineClient, Piece, State, engines_of
+from nibble.server.fidelity import fidelity_parts
 
 # Bounds of the histograms' buckets: vLLM's, and finer where small models are.
 FIRST_S = (
@@ -308,16 +309,8 @@ COUNTERS = (
     Row("kv_window_replayed_tokens", "window_replayed_tokens", "Cached tokens that were computed again."),
     Row("kv_window_evicted_pages", "window_evicted", "Exact pages that snapshots gave up."),
     Row("recurrent_state_hits", "states_snapshot_hits", "Cached prefixes whose states went on at their end."),
-    Row(
-        "recurrent_state_misses",
-        "states_snapshot_misses",
-        "Cached prefixes whose states were replayed in part.",
-    ),
-    Row(
-        "recurrent_state_replayed_tokens",
-        "states_replayed_tokens",
-        "Cached tokens computed again for their states.",
-    ),
+    Row("recurrent_state_misses", "states_snapshot_misses", "Cached prefixes whose states were replayed."),
+    Row("recurrent_state_replayed_tokens", "states_replayed_tokens", "Tokens computed again for states."),
     Row("recurrent_state_evicted_slots", "states_evicted", "Slots that snapshots gave up."),
     Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
     Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
@@ -325,18 +318,14 @@ COUNTERS = (
     Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
 )
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
-
-
 FIDELITY_COUNTERS = (
     Row("kv_fidelity_samples", "fidelity_samples", "Requests whose attention was compared."),
     Row("kv_fidelity_alerts", "fidelity_alerts", "Times that the error of a layer rose above its limit."),
 )
 """Present only with --watch-fidelity, as the gauges are."""
-FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
-FIDELITY_UNCOVERED = Row(
-    "kv_fidelity_uncovered_layers",
-    "fidelity_uncovered_layers",
-    "Layers with a recurrent state, which the watch compares with nothing.",
+FIDELITY_ROWS = (
+    Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit."),
+    Row("kv_fidelity_uncovered_layers", "fidelity_uncovered_layers", "Layers with states: not compared."),
 )
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
@@ -396,7 +385,7 @@ class EngineCollector(Collector):
             # Counters without events are 0; those of parts that an engine has not are missing.
             if row.key in stats or not row.key.startswith(("window_", "states_", "tier_", "fidelity_")):
                 yield self._family(CounterMetricFamily, row.name, row.doc, {(): stats.get(row.key, 0.0)})
-        if skipped := _fidelity_parts(stats, "skipped"):
+        if skipped := fidelity_parts(stats, "skipped"):
             samples = {(reason,): count for reason, count in skipped.items()}
             doc = "Requests that were drawn and not compared."
             yield self._family(CounterMetricFamily, "kv_fidelity_skipped", doc, samples, "reason")
@@ -418,7 +407,7 @@ class EngineCollector(Collector):
             yield self._family(CounterMetricFamily, name, doc, samples, "drafter", "position")
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        rows = (row for row in (*GAUGES, FIDELITY_ALERT, FIDELITY_UNCOVERED) if row.key in stats)
+        rows = (row for row in (*GAUGES, *FIDELITY_ROWS) if row.key in stats)
         for name, group in groupby(rows, key=attrgetter("name")):
             first, *more = group
             samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
@@ -431,7 +420,7 @@ class EngineCollector(Collector):
         groups = self._client.ready.about.get("groups", ()) if self._client.ready else ()
         schemes = {str(layer): group["scheme"] for group in groups for layer in group["layers"]}
         for name, doc in FIDELITY_GAUGES.items():
-            if parts := _fidelity_parts(stats, name):
+            if parts := fidelity_parts(stats, name):
                 errors = {(layer, schemes.get(layer, "")): value for layer, value in parts.items()}
                 yield self._family(GaugeMetricFamily, f"kv_fidelity_{name}", doc, errors, "layer", "scheme")
 
@@ -533,7 +522,6 @@ def _states(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, A
     return {
         "format": budget["format"],
         "bytes_per_slot": budget["bytes_per_slot"],
-        # With a fidelity watch, which looks at layers that attend.
         "unwatched_layers": int(stats.get("fidelity_uncovered_layers", 0)),
         **_snapshot_counts(stats, "states", "slots"),
     }
@@ -583,22 +571,3 @@ def _host(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any
         "formats": list(tier["host_format"]),
         **{name: int(stats.get(f"tier_{name}", 0)) for name in ("spilled", "saved", "loaded", "dropped")},
     }
-
-
-def fidelity_warning(stats: Mapping[str, float]) -> str | None:
-    """Return the warning of /health while a layer is above its limit; None else."""
-    if not stats.get("fidelity_alert"):
-        return None
-    limits, errors = _fidelity_parts(stats, "limit"), _fidelity_parts(stats, "error")
-    # A limit may be infinite, and quotients of two such layers could not be compared.
-    layer = max(errors, key=lambda layer: errors[layer] / min(limits[layer], 1e9))
-    return (
-        f"attention over the KV cache is off by {errors[layer]:.1%} of its norm in layer {layer}, where "
-        f"{limits[layer]:.1%} is allowed; the engine's log and docs/serving.md say more"
-    )
-
-
-def _fidelity_parts(stats: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the numbers `fidelity_NAME_PART`, by part."""
-    prefix = f"fidelity_{name}_"
-    return {key.removeprefix(prefix): value for key, value in stats.items() if key.startswith(prefix)}

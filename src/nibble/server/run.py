@@ -75,7 +75,7 @@ async def _serve(
     name = next(iter(settings.served_model_name), Path(config.model).name)
     client = make_client(
         config,
-        environments(config.device, settings.replicas) if settings.replicas > 1 else [{}],
+        environments(config.device, settings.replicas, config.tp) if settings.replicas > 1 else [{}],
         restart=settings.restart,
         log_format=settings.log_format,
         kv_events=settings.endpoints,

@@ -62,8 +62,8 @@ class Settings:
     )
     replicas: int = option(
         1,
-        "Engines behind this server, a GPU each (or a part of the CPU); a request goes where most of its prompt is "
-        "cached, as far as load allows (docs/replicas.md).",
+        "Engines behind this server, a GPU each, or tp GPUs each, or a part of the CPU; a request goes where most of "
+        "its prompt is cached, as far as load allows (docs/replicas.md).",
     )
     kv_events: str | None = option(
         None,

@@ -28,26 +28,31 @@ typedef unsigned long long u64;
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ 900
+#define USES_BULK_COPIES 0  // but 16 bytes at a time, as before SM90
+#define __host__
+#define __device__
 
 using std::max;
 using std::min;
 
 constexpr u32 ALL_LANES = ~0u;
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOWEST = -1e30f;
 
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 // ---- threads ------------------------------------------------------------------------------------------
 struct Index { int x; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 // What a launch asks for, and behind it what kernels declare, each declaration in a place of its own.
-static constexpr u64 DYNAMIC = 1 << 17, DECLARED = 1 << 15, STACK = 1 << 17;
+static constexpr u64 DYNAMIC = 1 << 18, DECLARED = 1 << 15, STACK = 1 << 17;
 static constexpr int ROUNDS = 1 << 20;  // of all threads: more than any test needs
 alignas(128) static u8 shared_memory[DYNAMIC + 4 * DECLARED];
 
@@ -156,6 +161,24 @@ static inline float __shfl_up_sync(u32, float x, int steps, int width = 32) {
   return shuffle("shfl.up", x, steps, [&](int lane, u32 n) { return lane % width >= (int)n ? lane - n : lane; });
 }
 
+static inline int __shfl_sync(u32, int x, int from) {
+  return (int)word_of_float(__shfl_sync(ALL_LANES, float_of_word((u32)x), from));
+}
+
+static inline int __shfl_up_sync(u32, int x, int steps) {
+  return (int)word_of_float(__shfl_up_sync(ALL_LANES, float_of_word((u32)x), steps));
+}
+
+static inline bool __any_sync(u32, bool x) { return !__all_sync(ALL_LANES, !x); }
+
+// Of blocks one runs after the other.
+static inline void __threadfence() {}
+static inline void wait_for_inputs() {}
+static inline int atomicAdd(int* p, int x) {
+  *p += x;
+  return *p - x;
+}
+
 // Run a grid of blocks, one after the other.
 static void (*kernel_entry)();
 static void run_thread() {
@@ -198,6 +221,9 @@ static inline void run_block(int block, int count, std::mt19937& random) {
 // ---- arithmetic ---------------------------------------------------------------------------------------
 static inline float ex2(float x) { return exp2f(x); }
 static inline float rcp(float x) { return 1 / x; }
+static inline float lg2(float x) { return log2f(x); }
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float minus_infinity() { return -INFINITY; }
 
 static inline u32 bf16_bits(float x) {
   const u32 bits = word_of_float(x);
@@ -230,21 +256,39 @@ static inline u32 f16_bits(float x) {
   return r;
 }
 
+static inline float f16_value(u32 bits) {
+  const u16 low = bits;
+  _Float16 h;
+  memcpy(&h, &low, 2);
+  return (float)h;
+}
+
+static inline u32 pack_f16(float lo, float hi) { return f16_bits(lo) | f16_bits(hi) << 16; }
+static inline float clamp_f16(float x) { return x > 65504 ? 65504 : x < -65504 ? -65504 : x; }
+static inline u32 clamp_f16x2(u32 x) { return pack_f16(clamp_f16(f16_value(x)), clamp_f16(f16_value(x >> 16))); }
+
+static inline u32 mul_f16x2(u32 a, u32 b) {
+  return pack_f16(f16_value(a) * f16_value(b), f16_value(a >> 16) * f16_value(b >> 16));
+}
+static inline u32 mul_f16x2_by_low(u32 a, u32 b) { return mul_f16x2(a, (b & 0xFFFF) * 0x10001u); }
+static inline u32 mul_f16x2_by_high(u32 a, u32 b) { return mul_f16x2(a, (b >> 16) * 0x10001u); }
+
 static inline u32 f16x2_from_e4m3x2(u32 x) {
   return f16_bits(e4m3_value(x & 255)) | f16_bits(e4m3_value(x >> 8 & 255)) << 16;
 }
 
 // ---- matrices -----------------------------------------------------------------------------------------
-static inline void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <class Value>
+static inline void mma_of(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Value value) {
   const u32 in[10] = {a0, a1, a2, a3, b0, b1, word_of_float(c[0]), word_of_float(c[1]), word_of_float(c[2]),
                       word_of_float(c[3])};
-  together("mma", in, 10, (u32*)c, 4, [](auto& x, auto& y) {
+  together("mma", in, 10, (u32*)c, 4, [value](auto& x, auto& y) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < 32; lane++) {
       for (int i = 0; i < 8; i++) {
         const int g = lane / 4, column = lane % 4 * 2 + i % 2;
-        a[g + 8 * (i / 2 % 2)][column + 8 * (i / 4)] = bf16_value(x[lane][i / 2], i % 2);
-        if (i < 4) b[column + 8 * (i / 2)][g] = bf16_value(x[lane][4 + i / 2], i % 2);
+        a[g + 8 * (i / 2 % 2)][column + 8 * (i / 4)] = value(x[lane][i / 2], i % 2);
+        if (i < 4) b[column + 8 * (i / 2)][g] = value(x[lane][4 + i / 2], i % 2);
       }
     }
     for (int lane = 0; lane < 32; lane++) {
@@ -256,6 +300,14 @@ static inline void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u3
       }
     }
   });
+}
+
+static inline void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma_of(c, a0, a1, a2, a3, b0, b1, bf16_value);
+}
+
+static inline void mma_f16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma_of(c, a0, a1, a2, a3, b0, b1, [](u32 word, int half) { return f16_value(word >> 16 * half); });
 }
 
 // Of row g in lane (g, c) columns 2 c and 2 c + 1.

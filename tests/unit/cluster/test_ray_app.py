@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,45 @@ def test_wrong_names_are_refused_before_anything_is_deployed() -> None:
         build_app({**ARGS, "tool_format": "nonsense"})
     with pytest.raises(ConfigError, match="nonsense"):
         build_app({**ARGS, "attention_backend": "nonsense"})
+
+
+COPY = """
+import asyncio, sys
+import ray.cloudpickle
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+from nibble.config import SamplingParams
+from nibble.ray.choice import Source, note_finish, note_start
+from nibble.server.worker import GenerationRequest
+
+async def main(kind):
+    router = kind(DeploymentID("Engine", "nibble"), DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    assert router._event_loop
+    router.chooser.set_replicas({"a": Source("n", 4, "ipc:///dev/null/none")})
+    request = GenerationRequest(list(range(40)), SamplingParams())
+    router.chooser.choose("1", request, ("a",), {})
+    queued = lambda: router.chooser.router.facts([])["a"].queued_tokens
+    assert queued() == 40
+    note_start(request)
+    await asyncio.sleep(0)
+    assert queued() == 0 and router.chooser.num_open == 1
+    note_finish(request, 5)
+    await asyncio.sleep(0)
+    assert router.chooser.num_open == 0
+    router.chooser.close()
+
+asyncio.run(main(ray.cloudpickle.loads(sys.stdin.buffer.read())))
+"""
+
+
+def test_the_copy_that_serve_makes_of_the_router_hears_of_answers() -> None:
+    config = deployments()["Engine"]._deployment_config.request_router_config
+    copied = config.get_serialized_request_router_cls()
+    subprocess.run([sys.executable, "-c", COPY], input=copied, check=True)
+    # Also once there are routers in this process.
+    router = KVRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    assert deployments()["Engine"]._deployment_config.request_router_config
 
 
 DEPLOYMENT = DeploymentID("Engine", "nibble")

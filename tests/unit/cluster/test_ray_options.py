@@ -89,6 +89,12 @@ def test_a_replica_is_one_bundle_and_so_on_one_host() -> None:
     assert amounts == bundle
 
 
+def test_ranks_are_of_one_host() -> None:
+    options = engine_options(parse_args({"model": "demo", "tp": "4", "placement": {"cpus": 8}}))
+    assert options["placement_group_bundles"] == [{"CPU": 8.0, "GPU": 4.0}]
+    assert options["ray_actor_options"]["num_gpus"] == 4
+
+
 def test_a_cpu_s_engine_takes_no_gpu() -> None:
     options = engine_options(parse_args({"model": "demo", "device": "cpu"}))
     assert options["placement_group_bundles"] == [{"CPU": 1.0}]

@@ -372,21 +372,23 @@ def test_steps_of_decodes_have_kernels_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "share"),
     [
-        ("delta, shared keys", torch.bfloat16),
-        ("delta, column decay", torch.float32),
-        ("decay, no beta", torch.bfloat16),
+        ("delta, shared keys", torch.bfloat16, 1),
+        ("delta, column decay", torch.float32, 1),
+        ("delta", torch.bfloat16, 3),
+        ("decay, no beta", torch.bfloat16, 1),
     ],
 )
 def test_a_decode_step_convolves_in_the_same_launch(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit what two kernels compute, at the begin and over the end of a block, whatever states there are."""
     monkeypatch.setattr(op, "_has_kernels", lambda batch, x: isinstance(batch, StateMetadata))
     case = CASES[name]
     group, delta = case.group, case.group.rule == "delta"
-    queries, values = group.key_heads * group.columns, group.heads * group.rows
+    own = group.key_heads // share
+    queries, values = own * group.columns, group.heads * group.rows
     channels = 2 * queries + values
     group = dataclasses.replace(group, conv_channels=channels, conv_taps=4)
     random = torch.Generator().manual_seed(0)
@@ -396,7 +398,7 @@ def test_a_decode_step_convolves_in_the_same_launch(
         x.copy_(-torch.rand(x.shape, generator=random))
         y.copy_(x)
     decays, *betas = rows_of(case)[3:]
-    shapes = ((group.key_heads, group.columns), (group.key_heads, group.columns), (group.heads, group.rows))
+    shapes = ((own, group.columns), (own, group.columns), (group.heads, group.rows))
     places = (queries + values, 0, queries)  # of queries, keys, values
     for token in (0, 1, 14, 15, 16):
         x_TC = torch.randn(2, channels + 5, generator=random)[:, :channels].to(dtype)
@@ -404,12 +406,13 @@ def test_a_decode_step_convolves_in_the_same_launch(
         # A row of padding behind it.
         batch = StateMetadata(*(torch.tensor(n).int() for n in ((2, -1), (token, 0), (0, 1, 2))), 1)
         joined = op.conv_recurrence(
-            op.Convolution(x_TC, weight, bias, "silu", *places), *gates, states[0], batch, delta=delta, unit=delta
+            op.Convolution(x_TC, weight, bias, "silu", *places, share), *gates, states[0], batch, delta=delta, unit=delta
         )  # fmt: skip
         y_TC = conv.causal_conv(x_TC, weight, bias, "silu", states[1], batch)
         q, k, v = (
             y_TC[:, at : at + n * d].unflatten(1, (n, d)) for at, (n, d) in zip(places, shapes, strict=True)
         )
+        q, k = (x.repeat_interleave(share, 1) for x in (q, k))
         apart = decode.recurrence(q, k, v, *gates, states[1], batch, delta=delta, unit=delta)
         assert joined.isfinite().all() and joined[0].any() and not joined[1].any()
         assert torch.equal(joined, apart), token
@@ -523,10 +526,10 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
         if convolved:
             types |= dict.fromkeys(("x", "inputs", "weight"), dtype)
             fixed |= dict(q=None, k=None, v=None, bias=None, q_stride_T=0, k_stride_T=0, v_stride_T=0, TAPS=4, PLACES=4,
-                          SILU=1, Q_AT=0, K_AT=key_heads * columns, V_AT=2 * key_heads * columns)
+                          SILU=1, Q_AT=0, K_AT=key_heads * columns, V_AT=2 * key_heads * columns, SHARE=1)
         else:
             ints = ("x_stride_T", "inputs_stride_S", "weight_stride_C", "weight_stride_W", "channels", "TAPS", "PLACES",
-                    "SILU", "Q_AT", "K_AT", "V_AT")
+                    "SILU", "Q_AT", "K_AT", "V_AT", "SHARE")
             fixed |= dict.fromkeys(("x", "inputs", "weight", "bias")) | dict.fromkeys(ints, 0)
         fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,

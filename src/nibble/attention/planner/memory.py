@@ -528,7 +528,7 @@ class MemoryPlanner:
 
     def _requested_room(self, requested: int) -> int:
         """Return `requested`; raise CapacityError where the device has not so much left."""
-        # The rest of the reserve may be requested: check_memory() (engine/warmup.py) accepts that.
+        # The rest of the reserve may be requested: check_memory() (engine/memory_check.py) accepts that.
         reserve = 0 if self.device.is_cpu else int(MIN_RESERVE_LEFT * self.step.reserve)
         free = self.device.memory - self.used_bytes - reserve
         if requested > free:

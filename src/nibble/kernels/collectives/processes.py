@@ -9,25 +9,29 @@ that NCCL takes to begin. Multicast of NVLink is not used.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from nibble.kernels.collectives import Collectives
 
+dist: Any = torch.distributed  # whose stub leaves out what a build may lack
 TIMEOUT_S = 600.0
 """A rank that waits longer for another gives up; engine/ranks.py notices before."""
-ONE_SHOT_BYTES = 512 << 10
-"""Most bytes that are added up in one launch; NCCL is faster beyond (two H200: 128 rows of 4,096 values in BF16 take
-13 us, with NCCL 25; 512 rows 31 and 46, and two copies of such rows take some)."""
-log = logging.getLogger("nibble.ranks")
+SHARED_BYTES = 1 << 20
+"""Of symmetric memory: most bytes that are added up through it."""
+TRIED_BYTES = tuple(8192 << n for n in range(8))
+"""Sizes of sums that are timed at the start, up to SHARED_BYTES: a row of 4,096 values in BF16, twice that, ..."""
+CALLS, RUNS = 10, 5
+"""Sums in a recorded graph that is timed, and how often it is."""
 
 
-def store(address: str, port: int, rank: int, size: int) -> dist.Store:
+def store(address: str, port: int, rank: int, size: int) -> Any:
     """Return what ranks find one another by; rank 0 serves it.
 
     Args:
@@ -41,7 +45,7 @@ def store(address: str, port: int, rank: int, size: int) -> dist.Store:
     )
 
 
-def connect(shared: dist.Store, rank: int, size: int, device: torch.device) -> Collectives:
+def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collectives:
     """Return a rank's way to the others; all ranks must call this.
 
     Args:
@@ -58,7 +62,7 @@ def connect(shared: dist.Store, rank: int, size: int, device: torch.device) -> C
 class GlooCollectives:
     """CPUs of one host."""
 
-    def __init__(self, shared: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, shared: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         # Not the group of the process: any number of engines may be in it.
         self._group: Any = dist.ProcessGroupGloo(
@@ -98,7 +102,7 @@ class GlooCollectives:
 class NcclCollectives:
     """GPUs of one host, a process for each."""
 
-    def __init__(self, shared: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, shared: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         dist.init_process_group(
             "nccl", store=shared, rank=rank, world_size=size, device_id=device,
@@ -107,24 +111,38 @@ class NcclCollectives:
         self.barrier()
         self._shared: Tensor | None = None
         self._name = ""
+        self._ways: list[Callable[[Tensor], Tensor]] = []
+        """By size (TRIED_BYTES) the fastest way to add up; larger sums go through NCCL."""
         self.note = self._share_memory()
-        """Why small sums go another way than symmetric memory; empty where they do not."""
+        """What was measured, or why symmetric memory cannot be had."""
 
     def _share_memory(self) -> str:
         """Set symmetric memory up, where every rank can, and where it adds up as NCCL does."""
         error = ""
         try:
-            self._shared, self._name = _symmetric_memory(ONE_SHOT_BYTES, self.device)
+            self._shared, self._name = _symmetric_memory(SHARED_BYTES, self.device)
         except Exception as failure:  # of all kinds: it is a part of torch that is not stable
             error = f"{type(failure).__name__}: {failure}"
         if self._all_agree(not error):
             # Small integers, whose sums are exact in any order.
             x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
-            if self._all_agree(bool((self._one_shot(x) == self._by_nccl(x)).all())):
-                return ""
+            expected = self._by_nccl(x)
+            if self._all_agree(bool((self._one_shot(x) == expected).all())):
+                return self._choose((self._by_nccl, self._one_shot))
             error = "it does not add up as NCCL does"
         self._shared = None
         return f"sums of few rows go through NCCL: symmetric memory is not to be had ({error or 'on another rank'})"
+
+    def _choose(self, ways: Sequence[Callable[[Tensor], Tensor]]) -> str:
+        """Keep the fastest way by size, as rank 0 measures it; return what it measured, in microseconds."""
+        lines = list[str]()
+        for size in TRIED_BYTES:
+            x = torch.ones(size // 2, dtype=torch.bfloat16, device=self.device)
+            times = torch.tensor([_graph_us(partial(way, x)) for way in ways], device=self.device)
+            dist.broadcast(times, 0)
+            self._ways.append(ways[int(times.argmin())])
+            lines.append(f"{size >> 10}K: {' / '.join(f'{us:.1f}' for us in times.tolist())}")
+        return f"sums over GPUs in us, NCCL / one-shot: {', '.join(lines)}"
 
     def _all_agree(self, mine: bool) -> bool:
         votes = torch.tensor([float(mine)], device=self.device)
@@ -135,10 +153,10 @@ class NcclCollectives:
         """Return the sum over all ranks."""
         x = x.contiguous()
         # The size is known as the launch is recorded, and the same on all ranks.
-        is_small = 0 < x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0
-        if self._shared is not None and x.dtype == torch.bfloat16 and is_small:
-            return self._one_shot(x)
-        return self._by_nccl(x)
+        if x.dtype != torch.bfloat16 or not 0 < x.nbytes <= SHARED_BYTES or x.nbytes % 16 or not self._ways:
+            return self._by_nccl(x)
+        way = next(way for way, size in zip(self._ways, TRIED_BYTES, strict=True) if x.nbytes <= size)
+        return way(x)
 
     def _one_shot(self, x: Tensor) -> Tensor:
         assert self._shared is not None
@@ -173,6 +191,28 @@ class NcclCollectives:
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+
+
+def _graph_us(run: Callable[[], Tensor]) -> float:
+    """Return how long a sum takes in a CUDA graph, in microseconds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            run()
+    times = list[float]()
+    for _ in range(RUNS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * min(times) / CALLS
 
 
 def _symmetric_memory(size: int, device: torch.device) -> tuple[Tensor, str]:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from nibble.kernels.experts.matrices import PackedExperts
 
+SHORT = 1 << 15
+"""What 16 bits have no number for."""
+
 
 def product(
     x: Tensor, experts_TK: Tensor, weight_ENI: Tensor | PackedExperts, bias_EN: Tensor | None
@@ -72,7 +75,12 @@ def order(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     Returns:
         The choices in their new order, int64 [S], and int32 [E], behind which of them those of each expert end.
     """
-    sorted_S, order_S = torch.sort(experts_TK.flatten(), stable=True)
+    choices = experts_TK.flatten()
+    if num_experts < SHORT:
+        # A GPU sorts by bytes, in a launch or two for each.
+        choices = choices.clamp(max=num_experts).to(torch.int16)
+    sorted_S, order_S = torch.sort(choices, stable=True)
     # A number that the device counts: nothing waits for it.
-    ends_E = torch.searchsorted(sorted_S, torch.arange(num_experts, device=sorted_S.device), right=True)
+    experts_E = torch.arange(num_experts, dtype=sorted_S.dtype, device=sorted_S.device)
+    ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
     return order_S, ends_E.int()

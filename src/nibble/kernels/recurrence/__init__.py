@@ -161,7 +161,7 @@ def recurrence(
         return _by_kernels(inputs, state, batch, delta=delta, unit=unit)
     host = _on_host(v_THV, batch)
     if unit:
-        q_TGK, k_TGK = naive.unit_rows(q_TGK, k_TGK)
+        q_TGK, k_TGK = _unit_rows(q_TGK, k_TGK)
     return naive.recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, host, delta=delta)
 
 
@@ -196,7 +196,12 @@ def conv_recurrence(
         if is_one_token(batch) and not batch.invariant and decode.convolves(conv, state):
             return decode.conv_recurrence(conv, log_decay, beta_TH, state, batch, delta=delta, unit=unit)
     y_TC = causal_conv(conv.x_TC, conv.weight_CW, conv.bias_C, conv.activation, state, batch)
-    return recurrence(*conv.split(y_TC, state), log_decay, beta_TH, state, batch, delta=delta, unit=unit)
+    q_TGK, k_TGK, v_THV = conv.split(y_TC, state)
+    if conv.share > 1:
+        if unit:
+            q_TGK, k_TGK = _unit_rows(q_TGK, k_TGK)
+        q_TGK, k_TGK, unit = *(x.repeat_interleave(conv.share, 1) for x in (q_TGK, k_TGK)), False
+    return recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta, unit=unit)
 
 
 def selective(
@@ -285,6 +290,15 @@ def _has_kernels(batch: StateBatch | StateMetadata, x: Tensor) -> TypeGuard[Stat
     return isinstance(batch, StateMetadata) and x.is_cuda and triton_present()
 
 
+def _unit_rows(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of length 1, queries times K^-1/2."""
+    if not (q_TGK.is_cuda and triton_present()):
+        return naive.unit_rows(q_TGK, k_TGK)
+    from nibble.kernels.recurrence import tiles
+
+    return tiles.unit_rows(q_TGK, k_TGK)
+
+
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Queries, keys, values, log decays and learning rates."""
 
@@ -294,12 +308,11 @@ def _by_kernels(
 ) -> Tensor:
     """Compute a step: decodes beside prompts by the kernel of decode steps."""
     from nibble.kernels.recurrence import decode
-    from nibble.kernels.recurrence.tiles import unit_rows
 
     parts, (q_TGK, k_TGK, v_THV, log_decay, beta_TH) = batch.parts(), inputs
     is_decode = _matrix_rule(inputs, state, batch) is decode
     if unit and not is_decode:
-        q_TGK, k_TGK = unit_rows(q_TGK, k_TGK)
+        q_TGK, k_TGK = _unit_rows(q_TGK, k_TGK)
         inputs = q_TGK, k_TGK, v_THV, log_decay, beta_TH
     if is_decode:
         return decode.recurrence(*inputs, state, batch, delta=delta, unit=unit)

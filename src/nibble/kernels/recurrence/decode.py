@@ -121,7 +121,7 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
     x_stride_T, inputs_stride_S, weight_stride_C, weight_stride_W, channels,
     TAPS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    V_AT: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+    V_AT: tl.constexpr, SHARE: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LINES: tl.constexpr, LINE_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
@@ -164,7 +164,8 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     keep_DE, keep_CW = column_DE < K, column_CW < K
     if TAPS:
         x, inputs = x + row * x_stride_T, inputs + slot * inputs_stride_S
-        first_q, first_k, first_v = Q_AT + key_head * K, K_AT + key_head * K, V_AT + head * V
+        channel_head = key_head // SHARE
+        first_q, first_k, first_v = Q_AT + channel_head * K, K_AT + channel_head * K, V_AT + head * V
         q_DE, new_q_DE = _convolved(x, inputs, weight, bias, first_q, column_DE, K, start, channels,
                                     weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
         k_DE, new_k_DE = _convolved(x, inputs, weight, bias, first_k, column_DE, K, start, channels,
@@ -175,7 +176,8 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
                              weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
         value_V, new_v_V = _convolved(x, inputs, weight, bias, first_v, v_V, V, start, channels,
                                       weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        # Nobody reads their place: there is one more than the taps before this token's.
+        # Nobody reads their place: there is one more than the taps before this token's. Heads that share channels
+        # write the same.
         newest = inputs + start % PLACES * channels
         tl.store(newest + first_v + v_V, new_v_V, mask=keep_V)
         if (tile == 0) & (head % (H // G) == 0):
@@ -434,12 +436,12 @@ def _of_convolution(
     conv: Convolution | None, state: LayerState
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], dict[str, int]]:
     """Return the tensors, strides and constants of decode_kernel that are about a convolution."""
-    names = ("TAPS", "PLACES", "SILU", "Q_AT", "K_AT", "V_AT")
+    names = ("TAPS", "PLACES", "SILU", "Q_AT", "K_AT", "V_AT", "SHARE")
     if conv is None:
         return (None,) * 4, (0,) * 5, dict.fromkeys(names, 0)
     x_TC = conv.x_TC if conv.x_TC.stride(1) == 1 else conv.x_TC.contiguous()
     tensors = x_TC, state.inputs_SPC, conv.weight_CW, conv.bias_C
     strides = x_TC.stride(0), state.inputs_SPC.stride(0), *conv.weight_CW.stride(), x_TC.shape[1]
     places, silu = state.inputs_SPC.shape[1], int(conv.activation is not None)
-    facts = (conv.weight_CW.shape[1], places, silu, conv.q_at, conv.k_at, conv.v_at)
+    facts = (conv.weight_CW.shape[1], places, silu, conv.q_at, conv.k_at, conv.v_at, conv.share)
     return tensors, strides, dict(zip(names, facts, strict=True))

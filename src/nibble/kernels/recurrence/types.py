@@ -139,10 +139,12 @@ class Convolution:
     """The same of keys."""
     v_at: int
     """The same of values."""
+    share: int = 1
+    """How many heads of queries and keys, one behind the other, have the same channels."""
 
     def split(self, y_TC: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [T, G, K] and values [T, H, V] of its output."""
-        key_heads, columns = state.keys_SPGK.shape[2:]
+        """Return queries and keys [T, G / share, K] and values [T, H, V] of its output."""
+        key_heads, columns = state.keys_SPGK.shape[2] // self.share, state.keys_SPGK.shape[3]
         heads, rows = state.updates_SPHV.shape[2:]
         shapes = ((self.q_at, key_heads, columns), (self.k_at, key_heads, columns), (self.v_at, heads, rows))
         q, k, v = (y_TC[:, at : at + n * d].unflatten(1, (n, d)) for at, n, d in shapes)
