@@ -173,7 +173,7 @@ class Config:
     speculative: str = option(
         "",
         "Draft tokens that a step verifies, for the same answers sooner: lookup (what followed the last tokens "
-        "before), draft:PATH (a smaller model), mtp (the model's own head), eagle3:PATH (a head); none if left out.",
+        "before), draft:PATH (a smaller model), mtp (the checkpoint's head), eagle3:PATH (a head); none if left out.",
     )
     speculative_tokens: str = option("auto", "Most drafts of a request and step; auto: by what was accepted.")
     prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")

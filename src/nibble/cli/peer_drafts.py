@@ -18,9 +18,7 @@ DRAFTERS = {
     "nextn": "mtp", "mtp": "mtp",
 }  # fmt: skip
 """Names of methods and algorithms, in lower case -> ours; families' own names of mtp end like it."""
-HEADS = (
-    "of heads that draft, EAGLE-3 (eagle3:PATH) and MTP (mtp) are served; there are lookup and draft:PATH too"
-)
+HEADS = "of heads that draft, EAGLE-3 (eagle3:PATH) and MTP (mtp) are served; so are lookup and draft:PATH"
 
 
 def translate(flags: Mapping[str, str]) -> list[str]:
@@ -63,9 +61,7 @@ def _options(flag: str, method: str, path: str | None, tokens: str | None) -> li
         raise ConfigError(f"{flag} {method}: {HEADS}")
     if drafter in ("draft", "eagle3"):
         if not path:
-            raise ConfigError(
-                f"{flag} {method} names no model that drafts; ours is --speculative {drafter}:PATH"
-            )
+            raise ConfigError(f"{flag} {method} names no model that drafts; ours is --speculative {drafter}:PATH")
         drafter = f"{drafter}:{path}"
     return ["--speculative", drafter, *(["--speculative-tokens", tokens] if tokens else [])]
 
