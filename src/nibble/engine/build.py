@@ -236,10 +236,8 @@ def _build(
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
-        compile_cache.use_cache_folder()
-        if config.compile:
-            with startup.part("compiler"):
-                compile_cache.warm_compiler(config.compile_cache)
+        with startup.part("compiler"):
+            compile_cache.begin(config.compile, config.compile_cache)
     here = ranks.start(partial(_start_message, parts, poison)) if ranks else None
     startup.notes += filter(None, [getattr(here.group, "note", "")] if here else [])
     model, scales = _load(parts, startup, meter, here)

@@ -61,6 +61,13 @@ def use_cache_folder() -> None:
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
 
 
+def begin(compiles: bool, keep: bool) -> None:
+    """Prepare this process for code that is compiled: use_cache_folder(), and warm_compiler() for models."""
+    use_cache_folder()
+    if compiles:
+        warm_compiler(keep)
+
+
 def limit_cache_folder() -> None:
     """Delete compiled code that was not used for the longest time, where there is more than $NIBBLE_CACHE_LIMIT."""
     folder = cache_folder()
