@@ -61,7 +61,9 @@ def _options(flag: str, method: str, path: str | None, tokens: str | None) -> li
         raise ConfigError(f"{flag} {method}: {HEADS}")
     if drafter in ("draft", "eagle3"):
         if not path:
-            raise ConfigError(f"{flag} {method} names no model that drafts; ours is --speculative {drafter}:PATH")
+            raise ConfigError(
+                f"{flag} {method} names no model that drafts; ours is --speculative {drafter}:PATH"
+            )
         drafter = f"{drafter}:{path}"
     return ["--speculative", drafter, *(["--speculative-tokens", tokens] if tokens else [])]
 
