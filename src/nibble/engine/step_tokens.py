@@ -80,8 +80,8 @@ def padded_token_ids(scheduled: Sequence[ScheduledRequest], tokens: int) -> list
     """
     result = list[int]()
     for item in scheduled:
-        known = item.request.token_ids
-        first = known[item.start] if item.start < len(known) else ON_DEVICE
+        ids = item.request.token_ids
+        first = ids[item.start] if item.start < len(ids) else ON_DEVICE
         # A request that decodes has one token beside its drafts.
         result += [first] * (tokens - len(item.drafts))
         result += item.drafts
