@@ -330,7 +330,7 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     if not rank.shard.rank and model.device.type == "cuda":
         rank.group.barrier()
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
