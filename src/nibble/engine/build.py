@@ -319,7 +319,6 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
         division=division,
     )  # fmt: skip
     drop_repeated_biases(model, division.layout, rank.shard)
-    # Of the vocabulary, the part that this rank has.
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)
     # Rank 0 before the others, which then find its trials of kernels and compute as it does.
     if rank.shard.rank and model.device.type == "cuda":
@@ -328,8 +327,7 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     if not rank.shard.rank and model.device.type == "cuda":
         rank.group.barrier()
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
-    joined: nn.Module = model
-    return joined
+    return model
 
 
 def _draft_model(engine_plan: EnginePlan, engine: Engine, *, test: bool) -> tuple[Any, ...]:
