@@ -114,9 +114,9 @@ ACCEPTED = [
     Case("hisparse-nvfp4", DEEPSEEK_V32, "h200", {"kv_format": "nvfp4_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
     Case("hisparse-ampere", DEEPSEEK_V32, "a100", {"kv_format": "fp8_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
     # H1: mixed pairs share one storage. What is staged is repacked on its way, so only page sizes must agree.
-    Case("H1-pair-one-page", QWEN3_8B, "h200", pair(NV, "fa3", "cuda"), f"fa3 {S}, fa3 {S}, cuda", 64, "hnd"),
+    Case("H1-pair-one-page", QWEN3_8B, "h200", pair(NV, "fa3", "cuda"), f"fa3 {S}, fa3 {S}, cuda, cuda", 64, "hnd"),
     Case("H1-pair-one-packing", DEEPSEEK_V32, "h200", pair("bf16", "flashmla", "triton"), "flashmla, flashmla, triton, triton"),
-    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
+    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, cuda", 64, "hnd"),
 ]  # fmt: skip
 
 REFUSED = [

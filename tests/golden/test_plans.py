@@ -137,7 +137,7 @@ def test_what_a_plan_rests_on_is_noted() -> None:
             assert needs[0].startswith(
                 "needs more than pip install '.[gpu]' (trtllm_mha: pip install 'flashinfer"
             )
-            assert needs[0].endswith("without: triton (prefill, extend, verify), cuda (decode)")
+            assert needs[0].endswith("without: triton (prefill, extend), cuda (decode, verify)")
             assert never == [
                 "declared, never run on SM120: triton (prefill, extend), trtllm_mha (decode, verify)"
             ]

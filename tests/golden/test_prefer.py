@@ -100,6 +100,6 @@ def test_few_heads_of_kv_change_who_takes_prompts(heads: int, prompts: str) -> N
     """Staged ones too, and not who verifies, whose kernels share contexts out however few heads there are."""
     group = mha()
     few = replace(group, streams=tuple(replace(s, heads=heads) for s in group.streams), q_heads=8 * heads)
-    assert routes(plan(model_spec(few), kv_format="nvfp4"))[2:] == ["cuda", "triton"]
+    assert routes(plan(model_spec(few), kv_format="nvfp4"))[2:] == ["cuda", "cuda"]
     assert routes(plan(model_spec(few), kv_format="bf16"))[0] == prompts
     assert routes(plan(model_spec(few), kv_format="nvfp4"))[0] == (STAGED if prompts == "fa3" else prompts)

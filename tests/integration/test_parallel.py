@@ -63,6 +63,11 @@ def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:
     assert isinstance(ranks_of(divided).here.group, GlooCollectives)  # type: ignore[union-attr]
 
 
+def test_what_needs_the_whole_model_is_refused(divided: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"measure_scales\(\) with --tp 2 is not served"):
+        divided.measure_scales(["text"])
+
+
 def test_the_plan_is_of_one_rank_and_says_so(divided: LLM) -> None:
     spec = divided._engine_plan.model_spec
     assert (spec.tp, spec.groups[0].q_heads, spec.groups[0].streams[0].heads) == (2, 2, 1)

@@ -26,6 +26,7 @@ from nibble.engine.calibration import CALIBRATION_TOKENS, measure_scales
 from nibble.engine.certificate import Certificate
 from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
+from nibble.engine.parallel_plan import require_one_gpu
 from nibble.engine.plan import PrintablePlan
 from nibble.engine.prompts import (
     Message,
@@ -375,8 +376,9 @@ class LLM:
 
         Raises:
             ScaleError: the texts are none, or too short.
-            ConfigError: the file cannot be written; nothing was measured then.
+            ConfigError: the file cannot be written, or several GPUs share the model; nothing was measured then.
         """
+        require_one_gpu(self.config, "measure_scales()")
         if save is not None:
             save = check_writable(save, "KV scales", kv_scales.file_size(self.plan.layout))
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]

@@ -56,6 +56,12 @@ def check(config: Config, weights: Weights | None) -> None:
         )
 
 
+def require_one_gpu(config: Config, what: str) -> None:
+    """Raise ConfigError for what runs the model in the engine's process alone, and would wait for the other ranks."""
+    if config.tp > 1:
+        raise ConfigError(f"{what} with --tp {config.tp} is not served: it needs the whole model on one GPU")
+
+
 def notes(model_spec: ModelSpec) -> Iterator[str]:
     """Yield what users should know of a divided model."""
     if model_spec.tp == 1:

@@ -18,7 +18,7 @@ from nibble.config import Config
 from nibble.engine import parallel_plan, speculation_plan
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.scale_source import usable_transforms
-from nibble.errors import CapacityError, ConfigError
+from nibble.errors import CapacityError, ConfigError, NibbleError
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
 from nibble.kernels import cdiv
@@ -358,7 +358,8 @@ def _more_gpus(cache_plan: CachePlan) -> str:
             ).plan()
         except CapacityError:
             continue
-        except ConfigError:
+        # This is about one GPU, so what several would be refused for is left unsaid.
+        except NibbleError:
             return ""
         return f"; it needs --tp {size}, so many of these GPUs"
     return ""

@@ -31,6 +31,7 @@ from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
 from nibble.engine.llm import LLM
+from nibble.engine.parallel_plan import require_one_gpu
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.scale_source import AUTO, CALIBRATE, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError
@@ -115,6 +116,7 @@ def evaluate(
         ConfigError: Options do not go together.
         NibbleError: A scheme cannot be measured; all others are by then, and saved.
     """
+    require_one_gpu(config, "evaluation")
     # What is measured has no certificate yet.
     config = replace(config, require_quality="")
     text = perplexity.read_text(path, config.model, builtin=as_started)

@@ -21,6 +21,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.llm import LLM
+from nibble.engine.parallel_plan import require_one_gpu
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.scale_source import Origin, find_source, resolve_scales
 from nibble.errors import ConfigError
@@ -102,6 +103,7 @@ def tune(
     Raises:
         ConfigError: The goal cannot be reached, or the text is too short.
     """
+    require_one_gpu(config, "tune-precision")
     content = perplexity.read_text(text, config.model).content
     plan = plan_engine(replace(config, kv_format=_plain(config), kv_layers=""))
     here = Target(config, plan.model_spec, plan.hardware, backends.available_backends())

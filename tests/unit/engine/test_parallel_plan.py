@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.errors import CapacityError, ConfigError
+from nibble.evals.precision_report import Goal
+from nibble.evals.report import Sizes
+from nibble.evals.run import evaluate
+from nibble.evals.tune_precision import tune
 from nibble.hardware import lookup_gpu
 
 GPU = lookup_gpu("h100")
@@ -44,3 +49,11 @@ def test_a_model_that_one_gpu_does_not_hold_says_how_many_do() -> None:
 def test_heads_that_do_not_divide_name_the_nearest_number() -> None:
     with pytest.raises(ConfigError, match=r"32 heads over 8 KV heads .* --tp 2"):
         planned(3)
+
+
+def test_what_needs_the_whole_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    divided = Config(model="demo", tp=2)
+    with pytest.raises(ConfigError, match="evaluation with --tp 2 is not served"):
+        evaluate(divided, ["nvfp4"], Sizes())
+    with pytest.raises(ConfigError, match="tune-precision with --tp 2 is not served"):
+        tune(divided, Goal(budget="4.5bits"), tmp_path / "scheme.json")
