@@ -176,6 +176,8 @@ def test_a_server_logs_json_from_start_to_end(
     said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     # Whether other programs are busy is not for a test to say.
     said = [line for line in said if not line.get("note", "").startswith("this machine is busy")]
+    assert [line["part"] for line in said if line["event"] == "start"][:2] == ["plan", "weights"]
+    said = [line for line in said if line["event"] != "start"]
     assert [line["event"] for line in said] == [
         "engine starts", "engine ready", "sampling defaults", "engine note", "serving", "request", "draining", "drained", "engine ended"
     ]  # fmt: skip
