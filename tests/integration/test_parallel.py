@@ -45,7 +45,11 @@ def ranks_of(llm: LLM) -> Ranks:
 
 
 def ended(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Whether a process is gone; one that was killed may take a moment."""
+    until = time.monotonic() + 5
+    while (exists := Path(f"/proc/{pid}").exists()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not exists
 
 
 def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:
@@ -104,6 +108,58 @@ def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatc
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         assert ended(pid)
+
+
+def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
+    divided: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = divided.generate(PROMPT, **options).completions[0].token_ids
+    here = ranks_of(divided).here
+    assert here
+    all_gather, calls = here.group.all_gather, list[int]()
+
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 7:
+            signal.raise_signal(signal.SIGINT)
+        return all_gather(x)
+
+    monkeypatch.setattr(here.group, "all_gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        divided.generate(PROMPT, **options)
+    assert len(calls) > 7
+    # The ranks are where rank 0 is.
+    assert divided.generate(PROMPT, **options).completions[0].token_ids == expected
+
+
+def test_a_step_that_is_left_midway_is_the_last_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        here = ranks_of(llm).here
+        assert here
+
+        def interrupted(_: torch.Tensor) -> torch.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError
+
+        monkeypatch.setattr(here.group, "all_gather", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, max_tokens=1)
+        with pytest.raises(RankError, match="rank 0 of 2 was interrupted in a step"):
+            llm.generate(PROMPT, max_tokens=1)
+
+
+def test_ranks_find_one_another_within_the_host(divided: LLM) -> None:
+    assert listening() == {"0100007F"}, "127.0.0.1, and nothing else"
+
+
+def listening() -> set[str]:
+    """Return the addresses at which this process listens, as the system writes them."""
+    own = {f"socket:[{link.stat().st_ino}]" for link in Path("/proc/self/fd").iterdir() if link.is_socket()}
+    tables = (Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    sockets = [line.split() for table in tables for line in table]
+    return {one[1].partition(":")[0] for one in sockets if one[3] == "0A" and f"socket:[{one[9]}]" in own}
 
 
 def test_a_start_that_fails_in_a_rank_says_which_and_why(

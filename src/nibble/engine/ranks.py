@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -19,11 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -174,6 +176,19 @@ class Ranks:
         """Let them run a method of Follower."""
         self._send(Command(name))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what all ranks do in the body end for all of them, or no further step be computed: Ctrl-C waits."""
+        with _interrupts_later():
+            try:
+                yield
+            except Exception as error:  # the others wait for what this rank does not send
+                raise self.failed(error) from error
+            except BaseException as error:
+                if not self.failure:
+                    self._fail(f"rank 0 of {self.size} was interrupted in a step ({type(error).__name__})")
+                raise
+
     def serve(self) -> None:
         """Wait until all are ready to serve."""
         assert self.here
@@ -288,6 +303,29 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Let Ctrl-C act after the body: a step that one rank leaves midway would go on in the next one. A second acts."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting = list[FrameType | None]()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            before(number, frame)
+        waiting.append(frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        before(signal.SIGINT, waiting[0])
 
 
 def _is_connection(text: str) -> bool:
