@@ -29,7 +29,8 @@ POLL_S = 0.05
 """Between two looks at the replay socket."""
 END = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
-SCHEMES = ("tcp", "ipc", "inproc")
+SCHEMES = ("tcp", "ipc")
+"""Not inproc: nobody else has the context of the publisher."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
