@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -176,6 +177,36 @@ def test_a_start_that_fails_in_a_rank_says_which_and_why(
         LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS)
 
 
+def test_what_every_rank_refuses_is_said_as_on_one_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        # By then another rank has said so, too, and has ended.
+        time.sleep(0.5)
+        raise ConfigError("a layer cannot be joined")
+
+    ranks = list[Ranks]()
+    own = Ranks.start
+
+    def start(self: Ranks, message: Any) -> Any:
+        ranks.append(self)
+        here = own(self, message)
+        self._fail("rank 1 of 2 failed (ConfigError: a layer cannot be joined)")
+        return here
+
+    monkeypatch.setattr(Ranks, "start", start)
+    monkeypatch.setattr("nibble.engine.build.join", refuse)
+    with pytest.raises(ConfigError, match="a layer cannot be joined"):
+        LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
+    assert all(ended(pid) for pid in ranks[0].pids.values())
+
+
+def test_an_engine_that_nobody_has_any_more_leaves_no_process(path: Path) -> None:
+    llm = LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
+    (pid,) = ranks_of(llm).pids.values()
+    del llm
+    gc.collect()
+    assert ended(pid)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -184,6 +215,10 @@ def test_a_start_that_fails_in_a_rank_says_which_and_why(
         ({"tp": 2, "watch_fidelity": 0.5}, "--watch-fidelity with --tp 2 is not served"),
         ({"tp": 2, "weights": "fp8"}, "--weights with --tp 2 is not served"),
         ({"tp": 2, "speculative": "draft:demo"}, "--speculative lookup works"),
+        (
+            {"tp": 2, "kv_format": "nvfp4", "require_quality": "kl=1"},
+            "--require-quality with --tp 2 is not served",
+        ),
         ({"tp": 0}, "tp must be at least 1"),
     ],
 )
@@ -191,7 +226,7 @@ def test_what_cannot_be_had_is_refused_before_anything_starts(
     path: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LLM(str(path), kv_format="fp32", **OPTIONS, **options)
+        LLM(str(path), **{"kv_format": "fp32", **OPTIONS, **options})
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -207,9 +207,17 @@ def build(
         raise ConfigError(
             f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
         )
+    if not parts.plan.hardware.is_cpu and torch.distributed.is_initialized():
+        raise ConfigError(
+            f"--tp {config.tp}: GPUs of this process share a model already, or it uses torch.distributed itself; close "
+            "the other model, or start this one in a process of its own"
+        )
     ranks = Ranks(config.tp, parts.plan.hardware.device)
     try:
         return build_parts(ranks), parts.plan
+    except ConfigError:
+        # Where it shows on all ranks alike, who says it first must not matter.
+        raise
     except Exception as error:
         reason = ranks.explained(error)
         if reason is error:
