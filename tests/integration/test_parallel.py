@@ -111,6 +111,23 @@ def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatc
         assert ended(pid)
 
 
+def test_a_long_step_is_no_hang(divided: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of_engine, "HANG_S", 0.2)
+    here = ranks_of(divided).here
+    assert here
+    all_gather, calls = here.group.all_gather, list[int]()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            # The others wait for this rank.
+            time.sleep(1)
+        return all_gather(x)
+
+    monkeypatch.setattr(here.group, "all_gather", slow)
+    assert divided.generate(PROMPT, max_tokens=2).completions[0].finish_reason == "length"
+
+
 def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
     divided: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,12 +43,15 @@ PROGRAM = (sys.executable, "-m", "nibble.engine.rank")
 """What is run for each other rank."""
 HANG_S, START_HANG_S = 60.0, 1800.0
 """How long a rank may not take up what it was sent, once the engine serves and before."""
+STEP_S = 600.0
+"""How long it may be at what it has taken up, once the engine serves: a CPU may take minutes for a long prompt."""
 POLL_S = 0.05
 STOP_S, KILL_S = 5.0, 0.2
 """Given to a rank to end by itself."""
 EXPLAIN_S = 2.0
 """How long a failed collective waits for the reason."""
-COUNT = struct.Struct("q")
+COUNT = struct.Struct("qq")
+"""What a rank notes: messages that it has taken up, and those that it has done."""
 log = logging.getLogger("nibble.ranks")
 
 
@@ -253,12 +256,13 @@ class Ranks:
         if (code := process.poll()) is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             return f"{how}, of which it said nothing"
-        limit = HANG_S if self.is_serving else START_HANG_S
         with self._lock:
             num_sent, waited = self._num_sent, time.monotonic() - self._sent_at
-        (num_done,) = COUNT.unpack_from(self._map, COUNT.size * rank)
-        if num_done < num_sent and waited > limit:
+        num_taken, num_done = COUNT.unpack_from(self._map, COUNT.size * rank)
+        if num_taken < num_sent and waited > (HANG_S if self.is_serving else START_HANG_S):
             return f"has not taken up a step for {waited:.0f} s"
+        if num_done < num_sent and waited > (STEP_S if self.is_serving else START_HANG_S):
+            return f"has been at a step for {waited:.0f} s"
         return ""
 
     def _fail(self, reason: str) -> None:
