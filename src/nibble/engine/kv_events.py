@@ -72,6 +72,17 @@ def check_endpoint(name: str, endpoint: str) -> None:
         raise ConfigError(f"{name} is an endpoint of ZeroMQ, as tcp://*:5557, not {endpoint!r}")
 
 
+def check_ranks(endpoints: Endpoints, count: int) -> None:
+    """Raise ConfigError where ports of several engines of a host would overlap. count: of engines."""
+    ranks = [endpoints.of_rank(i) for i in range(count)]
+    addresses = [address for one in ranks for address in (one.events, one.replay) if address]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(
+            f"with {count} replicas the ports of kv_events and kv_events_replay overlap: let them be {count} apart, or "
+            "more"
+        )
+
+
 def _offset(endpoint: str, rank: int) -> str:
     if not rank:
         return endpoint
