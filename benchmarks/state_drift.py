@@ -33,7 +33,7 @@ from nibble.cache.scales import NONE
 from nibble.cache.state_pool import StatePool
 from nibble.evals import perplexity
 from nibble.evals.perplexity import prompt_context, read_text
-from nibble.kernels.recurrence import LayerState, StateBatch, recurrence
+from nibble.kernels.recurrence import LayerState, StateBatch, naive, recurrence
 from nibble.kernels.recurrence.formats import decode
 from nibble.kernels.state_formats import BLOCK, FORMATS
 from nibble.models import hook
@@ -73,7 +73,10 @@ class Recorder(hook.Observer):
 
     def observe_recurrent(self, call: RecurrentCall) -> Tensor:
         if call.rule not in ("conv", "selective"):
-            self.inputs[call.layer] = {name: value.clone() for name, value in call.arguments.items()}
+            inputs = dict(call.arguments)
+            if inputs.pop("unit", False):
+                inputs["q"], inputs["k"] = naive.unit_rows(inputs["q"], inputs["k"])
+            self.inputs[call.layer] = {name: value.clone() for name, value in inputs.items()}
             self.rules[call.layer] = call.rule
         return hook.keep_state(self.context, call)
 

@@ -7,6 +7,7 @@ conformance suite, and the kernels' tests, see a GPU.
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,7 @@ if os.environ.get("NIBBLE_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,16 @@ def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 def no_other_programs() -> None:
     """What else this machine does is no business of tests: it would be a warning of some starts."""
     threads._sample = lambda: threads._Sample(0.0, None, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """A server that a test begins to start in this process lets loggers write to what is standard error then."""
+    logger = logging.getLogger("nibble")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

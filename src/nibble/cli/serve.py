@@ -126,7 +126,7 @@ def serve(
         nibble serve demo --kv-format nvfp4
         nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
         nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000
-        nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --replicas 8 --kv-events tcp://*:5557
+        nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --replicas 8
     """
     served = Config(model=model, **config)
     server_settings = Settings(**settings)

@@ -43,7 +43,7 @@ WITHOUT_EFFECT = frozenset(
         "trust_remote_code", "chat_template", "attention_backend", "prefill_backend", "decode_backend", "tuned",
         "allow_staging", "device", "kv_memory", "gpu_memory_utilization", "threads", "max_context", "max_running",
         "token_budget", "prefix_cache", "compile", "compile_cache", "graphs", "watch_fidelity", "fidelity_alert",
-        "require_quality", "seed", "generation_config", "state_interval", "speculative", "speculative_tokens",
+        "require_quality", "seed", "generation_config", "state_interval", "speculative", "speculative_tokens", "tp",
     }
 )  # fmt: skip
 """Fields of Config that change no next-token distribution, but by rounding. All others count, new ones too."""
@@ -53,6 +53,7 @@ SPEC_ELSEWHERE = frozenset(
         "scheme", "scheme_file", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend",
         "allow_staging", "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
         "watches_fidelity", "chooses_transforms", "sinks", "state_format", "state_interval", "max_drafts",
+        "fixed_drafts",
     }
 )  # fmt: skip
 """Fields of CacheSpec that other items of a subject stand for, or that change no distribution. All others count."""
