@@ -266,7 +266,11 @@ class Ranks:
         return ""
 
     def _fail(self, reason: str) -> None:
-        self.failure = f"{reason}; the engine ends with it"
+        with self._lock:
+            # What is ended below is no reason of its own to the thread that watches.
+            if self.failure:
+                return
+            self.failure = f"{reason}; the engine ends with it"
         log.error("%s", self.failure)
         for process in self._processes.values():
             if process.poll() is None:
