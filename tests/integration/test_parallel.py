@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -45,7 +46,11 @@ def ranks_of(llm: LLM) -> Ranks:
 
 
 def ended(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Whether a process is gone; one that was killed may take a moment."""
+    until = time.monotonic() + 5
+    while (exists := Path(f"/proc/{pid}").exists()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not exists
 
 
 def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:
@@ -106,6 +111,75 @@ def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatc
         assert ended(pid)
 
 
+def test_a_long_step_is_no_hang(divided: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of_engine, "HANG_S", 0.2)
+    here = ranks_of(divided).here
+    assert here
+    all_gather, calls = here.group.all_gather, list[int]()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            # The others wait for this rank.
+            time.sleep(1)
+        return all_gather(x)
+
+    monkeypatch.setattr(here.group, "all_gather", slow)
+    assert divided.generate(PROMPT, max_tokens=2).completions[0].finish_reason == "length"
+
+
+def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
+    divided: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = divided.generate(PROMPT, **options).completions[0].token_ids
+    here = ranks_of(divided).here
+    assert here
+    all_gather, calls = here.group.all_gather, list[int]()
+
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 7:
+            signal.raise_signal(signal.SIGINT)
+        return all_gather(x)
+
+    monkeypatch.setattr(here.group, "all_gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        divided.generate(PROMPT, **options)
+    assert len(calls) > 7
+    # The ranks are where rank 0 is.
+    assert divided.generate(PROMPT, **options).completions[0].token_ids == expected
+
+
+def test_a_step_that_is_left_midway_is_the_last_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        here = ranks_of(llm).here
+        assert here
+
+        def interrupted(_: torch.Tensor) -> torch.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError
+
+        monkeypatch.setattr(here.group, "all_gather", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, max_tokens=1)
+        with pytest.raises(RankError, match="rank 0 of 2 was interrupted in a step"):
+            llm.generate(PROMPT, max_tokens=1)
+
+
+def test_ranks_find_one_another_within_the_host(divided: LLM) -> None:
+    assert listening() == {"0100007F"}, "127.0.0.1, and nothing else"
+
+
+def listening() -> set[str]:
+    """Return the addresses at which this process listens, as the system writes them."""
+    own = {f"socket:[{link.stat().st_ino}]" for link in Path("/proc/self/fd").iterdir() if link.is_socket()}
+    tables = (Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    sockets = [line.split() for table in tables for line in table]
+    return {one[1].partition(":")[0] for one in sockets if one[3] == "0A" and f"socket:[{one[9]}]" in own}
+
+
 def test_a_start_that_fails_in_a_rank_says_which_and_why(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +194,36 @@ def test_a_start_that_fails_in_a_rank_says_which_and_why(
         LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS)
 
 
+def test_what_every_rank_refuses_is_said_as_on_one_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        # By then another rank has said so, too, and has ended.
+        time.sleep(0.5)
+        raise ConfigError("a layer cannot be joined")
+
+    ranks = list[Ranks]()
+    own = Ranks.start
+
+    def start(self: Ranks, message: Any) -> Any:
+        ranks.append(self)
+        here = own(self, message)
+        self._fail("rank 1 of 2 failed (ConfigError: a layer cannot be joined)")
+        return here
+
+    monkeypatch.setattr(Ranks, "start", start)
+    monkeypatch.setattr("nibble.engine.build.join", refuse)
+    with pytest.raises(ConfigError, match="a layer cannot be joined"):
+        LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
+    assert all(ended(pid) for pid in ranks[0].pids.values())
+
+
+def test_an_engine_that_nobody_has_any_more_leaves_no_process(path: Path) -> None:
+    llm = LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
+    (pid,) = ranks_of(llm).pids.values()
+    del llm
+    gc.collect()
+    assert ended(pid)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -128,6 +232,10 @@ def test_a_start_that_fails_in_a_rank_says_which_and_why(
         ({"tp": 2, "watch_fidelity": 0.5}, "--watch-fidelity with --tp 2 is not served"),
         ({"tp": 2, "weights": "fp8"}, "--weights with --tp 2 is not served"),
         ({"tp": 2, "speculative": "draft:demo"}, "--speculative lookup works"),
+        (
+            {"tp": 2, "kv_format": "nvfp4", "require_quality": "kl=1"},
+            "--require-quality with --tp 2 is not served",
+        ),
         ({"tp": 0}, "tp must be at least 1"),
     ],
 )
@@ -135,7 +243,7 @@ def test_what_cannot_be_had_is_refused_before_anything_starts(
     path: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LLM(str(path), kv_format="fp32", **OPTIONS, **options)
+        LLM(str(path), **{"kv_format": "fp32", **OPTIONS, **options})
 
 
 def test_torch_is_left_as_it_was() -> None:

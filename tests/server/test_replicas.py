@@ -243,6 +243,9 @@ def test_counts_add_up() -> None:
     ]
     assert merge_stats(parts) == {"time": 5.0, "running": 3.0, "fidelity_error_0": 0.3, "cache_total": 20.0}
     assert merge_stats([{}, {}]) == {}
+    # A watch counts its alerts; that it is in one, and what it cannot see, are facts.
+    watch = {"fidelity_alert": 1.0, "fidelity_alerts": 2.0, "fidelity_uncovered_layers": 6.0}
+    assert merge_stats([watch, {**watch, "fidelity_alert": 0.0}]) == {**watch, "fidelity_alerts": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +253,7 @@ def test_counts_add_up() -> None:
     [
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"kv_events": "5557"}, "kv_events is an endpoint of ZeroMQ"),
+        ({"kv_events": "inproc://events"}, "kv_events is an endpoint of ZeroMQ"),
         ({"kv_events_topic": "kv"}, "need kv_events"),
         ({"replicas": 2, "kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:5558"}, "overlap"),
     ],

@@ -62,7 +62,7 @@ from nibble.models.observe import context_limits
 from nibble.models.parallel_layers import drop_repeated_biases, join
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
-from nibble.threads import LoadMeter
+from nibble.threads import LoadMeter, usable_cpus
 
 CHUNK = 512
 """Most tokens of a step that computes the logits of all of them."""
@@ -207,9 +207,17 @@ def build(
         raise ConfigError(
             f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
         )
+    if not parts.plan.hardware.is_cpu and torch.distributed.is_initialized():
+        raise ConfigError(
+            f"--tp {config.tp}: GPUs of this process share a model already, or it uses torch.distributed itself; close "
+            "the other model, or start this one in a process of its own"
+        )
     ranks = Ranks(config.tp, parts.plan.hardware.device)
     try:
         return build_parts(ranks), parts.plan
+    except ConfigError:
+        # Where it shows on all ranks alike, who says it first must not matter.
+        raise
     except Exception as error:
         reason = ranks.explained(error)
         if reason is error:
@@ -272,8 +280,9 @@ def _build(
 def _start_message(parts: EngineParts, poison: bool, port: int) -> Start:
     """Return what the other ranks need to do as this one does."""
     config, is_cpu = parts.plan.config, parts.plan.hardware.is_cpu
-    # They share the CPUs of this machine.
-    threads = max(1, (config.threads or torch.get_num_threads()) // config.tp) if is_cpu else None
+    # They share the CPUs that this process may use, of which replicas have a part each.
+    all_threads = config.threads or min(torch.get_num_threads(), usable_cpus())
+    threads = max(1, all_threads // config.tp) if is_cpu else None
     if threads:
         torch.set_num_threads(threads)
     return Start(parts.plan, _prompts(parts), _most_tokens(parts), parts.scales, port, threads, poison)

@@ -188,6 +188,7 @@ def file_name(subject: Subject) -> str:
 
 
 NONE_YET = "there is none yet"
+ONE_GPU = "certificates are of a model on one GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +266,8 @@ def require(cache_plan: CachePlan, scales: KVScales | None) -> Certificate | Non
         return None
     if not config.quality:
         return lookup.certificate
+    if config.tp > 1:
+        raise ConfigError(f"--require-quality with --tp {config.tp} is not served: {ONE_GPU}")
     subject = f"{config.model} with a cache in {_scheme_name(config)}"
     subject += f", and states in {states}," if (states := _rounded_states(cache_plan.plan)) else ""
     bounds = ", ".join(f"{name}={value:g}" for name, value in config.quality.items())
@@ -287,5 +290,7 @@ def status(cache_plan: CachePlan, lookup: Lookup) -> str:
     """Return one line on what `lookup` says of a plan: the certificate's, or how to make one."""
     if lookup.certificate:
         return lookup.certificate.line
+    if cache_plan.config.tp > 1:
+        return f"not certified: {ONE_GPU}"
     why = "" if lookup.why == NONE_YET else f" ({lookup.why})"
     return f"not certified{why}: {command_for(cache_plan.config)}"

@@ -29,7 +29,8 @@ POLL_S = 0.05
 """Between two looks at the replay socket."""
 END = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
-SCHEMES = ("tcp", "ipc", "inproc")
+SCHEMES = ("tcp", "ipc")
+"""Not inproc: nobody else has the context of the publisher."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
@@ -69,6 +70,17 @@ def check_endpoint(name: str, endpoint: str) -> None:
     is_valid = separator and scheme in SCHEMES and address
     if not is_valid or (scheme == "tcp" and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
         raise ConfigError(f"{name} is an endpoint of ZeroMQ, as tcp://*:5557, not {endpoint!r}")
+
+
+def check_ranks(endpoints: Endpoints, count: int) -> None:
+    """Raise ConfigError where ports of several engines of a host would overlap. count: of engines."""
+    ranks = [endpoints.of_rank(i) for i in range(count)]
+    addresses = [address for one in ranks for address in (one.events, one.replay) if address]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(
+            f"with {count} replicas the ports of kv_events and kv_events_replay overlap: let them be {count} apart, or "
+            "more"
+        )
 
 
 def _offset(endpoint: str, rank: int) -> str:

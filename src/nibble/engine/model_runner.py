@@ -137,11 +137,9 @@ class ModelRunner:
 
     def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
         """Compute a step on all ranks."""
-        followers.compute(numbers)
-        try:
+        with followers.together():
+            followers.compute(numbers)
             return self.compute(numbers)
-        except Exception as error:  # the others wait for what this rank does not send
-            raise followers.failed(error) from error
 
     @torch.inference_mode()
     def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
@@ -168,7 +166,8 @@ class ModelRunner:
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
         if self.followers:
-            self.followers.store_sampled(tokens_S)
+            with self.followers.together():
+                self.followers.store_sampled(tokens_S)
         assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
 

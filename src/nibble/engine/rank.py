@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -85,16 +86,18 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     # Ctrl-C is for rank 0.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    start = connection.recv()
+    note, num_done = partial(COUNT.pack_into, counts, COUNT.size * rank), 0
     try:
+        start = connection.recv()
+        note(1, num_done)
         follower = Follower(start, _connect(start, rank, size))
-        num_done = 1
-        COUNT.pack_into(counts, COUNT.size * rank, num_done)
+        note(1, num_done := 1)
         while (command := connection.recv()).name != "stop":
             assert isinstance(command, Command)
+            note(num_done + 1, num_done)
             getattr(follower, command.name)(*command.arguments)
             num_done += 1
-            COUNT.pack_into(counts, COUNT.size * rank, num_done)
+            note(num_done, num_done)
     except EOFError:
         os._exit(1)  # rank 0 is gone
     except BaseException as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -19,11 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +43,15 @@ PROGRAM = (sys.executable, "-m", "nibble.engine.rank")
 """What is run for each other rank."""
 HANG_S, START_HANG_S = 60.0, 1800.0
 """How long a rank may not take up what it was sent, once the engine serves and before."""
+STEP_S = 600.0
+"""How long it may be at what it has taken up, once the engine serves: a CPU may take minutes for a long prompt."""
 POLL_S = 0.05
 STOP_S, KILL_S = 5.0, 0.2
 """Given to a rank to end by itself."""
 EXPLAIN_S = 2.0
 """How long a failed collective waits for the reason."""
-COUNT = struct.Struct("q")
+COUNT = struct.Struct("qq")
+"""What a rank notes: messages that it has taken up, and those that it has done."""
 log = logging.getLogger("nibble.ranks")
 
 
@@ -174,6 +179,19 @@ class Ranks:
         """Let them run a method of Follower."""
         self._send(Command(name))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what all ranks do in the body end for all of them, or no further step be computed: Ctrl-C waits."""
+        with _interrupts_later():
+            try:
+                yield
+            except Exception as error:  # the others wait for what this rank does not send
+                raise self.failed(error) from error
+            except BaseException as error:
+                if not self.failure:
+                    self._fail(f"rank 0 of {self.size} was interrupted in a step ({type(error).__name__})")
+                raise
+
     def serve(self) -> None:
         """Wait until all are ready to serve."""
         assert self.here
@@ -238,16 +256,21 @@ class Ranks:
         if (code := process.poll()) is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             return f"{how}, of which it said nothing"
-        limit = HANG_S if self.is_serving else START_HANG_S
         with self._lock:
             num_sent, waited = self._num_sent, time.monotonic() - self._sent_at
-        (num_done,) = COUNT.unpack_from(self._map, COUNT.size * rank)
-        if num_done < num_sent and waited > limit:
+        num_taken, num_done = COUNT.unpack_from(self._map, COUNT.size * rank)
+        if num_taken < num_sent and waited > (HANG_S if self.is_serving else START_HANG_S):
             return f"has not taken up a step for {waited:.0f} s"
+        if num_done < num_sent and waited > (STEP_S if self.is_serving else START_HANG_S):
+            return f"has been at a step for {waited:.0f} s"
         return ""
 
     def _fail(self, reason: str) -> None:
-        self.failure = f"{reason}; the engine ends with it"
+        with self._lock:
+            # What is ended below is no reason of its own to the thread that watches.
+            if self.failure:
+                return
+            self.failure = f"{reason}; the engine ends with it"
         log.error("%s", self.failure)
         for process in self._processes.values():
             if process.poll() is None:
@@ -288,6 +311,29 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Let Ctrl-C act after the body: a step that one rank leaves midway would go on in the next one. A second acts."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting = list[FrameType | None]()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            before(number, frame)
+        waiting.append(frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        before(signal.SIGINT, waiting[0])
 
 
 def _is_connection(text: str) -> bool:

@@ -6,6 +6,7 @@ Shape suffixes: S rows that are sampled from, B requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,6 @@ class Followers(Protocol):
         """Let them do something else, which this rank does next."""
         ...
 
-    def failed(self, error: Exception) -> Exception:
-        """Return what a failure of this rank in a step comes from; no further step can be computed."""
+    def together(self) -> AbstractContextManager[None]:
+        """Let what all ranks do in the body end for all of them, or no further step be computed."""
         ...

@@ -20,12 +20,14 @@ import msgspec
 
 from nibble.errors import NibbleError, RequestError
 from nibble.server import worker as wire
-from nibble.server.engine_client import EngineDiedError, Piece, State
+from nibble.server.engine_client import PROCESS_ENDED, EngineDiedError, Piece, State
 from nibble.server.logging import decode_costs, log_event, plan_summary
 from nibble.server.replicas import merge_stats
 
 RETRIES = 4
 """Times that a request is sent again whose answer has not begun."""
+DEATHS = 2
+"""Engines' processes that may end under one request: perhaps it is why."""
 PAUSE_S = 0.25
 """Before it is sent again the first time; it doubles."""
 POLL_S, POLL_TIMEOUT_S = 1.0, 5.0
@@ -119,7 +121,7 @@ class ClusterClient:
     async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come; see EngineClient. Waits where no engine is there yet."""
         sent = as_text(request) if self._as_text else request
-        pause = PAUSE_S
+        pause, deaths = PAUSE_S, 0
         for attempt in range(1 + RETRIES):
             has_begun = False
             try:
@@ -129,7 +131,8 @@ class ClusterClient:
                         yield pieces
                 return
             except EngineDiedError as error:
-                if has_begun or attempt == RETRIES:
+                deaths += str(error).startswith(PROCESS_ENDED)
+                if has_begun or attempt == RETRIES or deaths == DEATHS:
                     raise
                 log_event("sent again", logging.WARNING, attempt=attempt + 1, error=str(error))
             await asyncio.sleep(pause)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nibble.attention.planner.resolve import check_names
 from nibble.config import Config
 from nibble.engine.tokenizer import Tokenizer
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.models.hub import locate, pinned
 from nibble.ray.client import ClusterClient
 from nibble.server.app import make_app
@@ -83,8 +83,10 @@ class Mounted:
 
 
 def check(config: Config, settings: Settings) -> None:
-    """Raise ConfigError for unknown names, before anything is started."""
+    """Raise ConfigError for unknown names, and what goes not together, before anything is started."""
     check_names(config)
+    if settings.kv_events and not config.prefix_cache:
+        raise ConfigError("kv_events tell of the prefix cache, which prefix_cache: false turns off")
     ChatFormat(None, settings.tool_format, settings.reasoning_parser)
 
 

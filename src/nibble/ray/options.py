@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from nibble.config import Config, option, parse_bytes, parse_setting
+from nibble.engine.kv_events import check_ranks
 from nibble.errors import ConfigError, unknown
 from nibble.ray.choice import policy_of
 from nibble.server.settings import Settings
@@ -18,6 +19,8 @@ ROUTERS = {
     POWER_OF_TWO: "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
 }
 """Who chooses a replica -> the class that Serve imports."""
+MOST_OF_A_HOST = 8
+"""Engines of a host that are reckoned with: as many GPUs as one has."""
 LISTENING = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Settings of a server that listens itself."""
 NOT_HERE = {
@@ -105,6 +108,15 @@ class RayOptions:
             raise ConfigError("replicas and autoscaling exclude each other: give min_replicas in autoscaling")
         if self.router == KV:
             policy_of(self.router_options)
+        if self.router == POWER_OF_TWO and self.router_options:
+            raise ConfigError(f"router {POWER_OF_TWO} has no router_options")
+
+    @property
+    def most_replicas(self) -> int:
+        """Most engines that there may be."""
+        most = (self.autoscaling or {}).get("max_replicas")
+        # Serve says what is wrong with one that is no number.
+        return most if isinstance(most, int) else self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +162,15 @@ def parse_args(args: Mapping[str, Any]) -> AppOptions:
             raise ConfigError(unknown("option", name, homes))
         kind, home = homes[name]
         groups[kind][name] = _value(name, value, home)
-    return AppOptions(
+    options = AppOptions(
         config=Config(**groups[Config]),
         settings=Settings(**groups[Settings]),
         ray=RayOptions(**groups[RayOptions]),
     )
+    if options.settings.endpoints:
+        # A node may have as many engines, and each has ports of its own there.
+        check_ranks(options.settings.endpoints, min(options.ray.most_replicas, MOST_OF_A_HOST))
+    return options
 
 
 def _value(name: str, value: Any, home: Field[Any]) -> Any:

@@ -20,8 +20,10 @@ from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, Piece, ProcessClient, State
 from nibble.server.worker import GenerationRequest
 
-LARGEST = ("fidelity_error_", "fidelity_own_", "fidelity_limit_", "fidelity_alert")
+LARGEST = ("fidelity_error_", "fidelity_own_", "fidelity_limit_")
 """Beginnings of the names of counts of which several engines have the largest, not the sum."""
+ALIKE = ("time", "fidelity_alert", "fidelity_uncovered_layers")
+"""Names of others: the newest, whether any, what all have alike."""
 Environment = Mapping[str, str]
 
 
@@ -58,7 +60,7 @@ def merge_stats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            if name == "time" or name.startswith(LARGEST):
+            if name in ALIKE or name.startswith(LARGEST):
                 merged[name] = max(merged.get(name, value), value)
             else:
                 merged[name] = merged.get(name, 0.0) + value

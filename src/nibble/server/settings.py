@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nibble.config import option, parse_bytes
-from nibble.engine.kv_events import Endpoints, check_endpoint
+from nibble.engine.kv_events import Endpoints, check_endpoint, check_ranks
 from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
@@ -120,14 +120,8 @@ class Settings:
             raise ConfigError(
                 "kv_events_replay and kv_events_topic need kv_events, the endpoint that publishes"
             )
-        if self.endpoints and self.replicas > 1:
-            ranks = [self.endpoints.of_rank(i) for i in range(self.replicas)]
-            addresses = [address for one in ranks for address in (one.events, one.replay) if address]
-            if len(set(addresses)) < len(addresses):
-                raise ConfigError(
-                    f"with {self.replicas} replicas the ports of kv_events and kv_events_replay overlap: let them be "
-                    f"{self.replicas} apart, or more"
-                )
+        if self.endpoints:
+            check_ranks(self.endpoints, self.replicas)
 
     @property
     def endpoints(self) -> Endpoints | None:

@@ -16,7 +16,7 @@ from nibble.engine.request import Delta
 from nibble.errors import RequestError
 from nibble.ray.client import ClusterClient, as_text, as_tokens
 from nibble.ray.engine import Engine
-from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
+from nibble.server.engine_client import PROCESS_ENDED, EngineDiedError, GenerationRequest, Piece, State
 from nibble.server.settings import Settings
 from nibble.server.worker import Ready
 
@@ -39,6 +39,7 @@ class Local:
         self.closed = 0
         self.resets = 0
         self.error: Exception | None = None
+        self.fails_at = 8
         self.supervisor: asyncio.Task[None] = asyncio.get_running_loop().create_task(asyncio.Event().wait())  # type: ignore[arg-type]
 
     async def start(self) -> None:
@@ -54,7 +55,7 @@ class Local:
         self.seen.append(request)
         try:
             for token in (7, 8, 9):
-                if self.error and token == 8:
+                if self.error and token == self.fails_at:
                     raise self.error
                 await asyncio.sleep(0)
                 finish: Any = "length" if token == 9 else None
@@ -180,6 +181,19 @@ def test_a_request_is_not_sent_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(EngineDiedError, match="the rest of the answer is lost"):
             await answer(client)
         assert 2 <= len(handle.sent) <= 10
+
+    run(main)
+
+
+def test_a_request_that_ends_engines_is_not_shown_to_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nibble.ray.client.PAUSE_S", 0.001)
+
+    async def main() -> None:
+        client, local, handle = setup()
+        local.error, local.fails_at = EngineDiedError(f"{PROCESS_ENDED} (a cause)"), 7
+        with pytest.raises(EngineDiedError, match="a cause"):
+            await answer(client)
+        assert len(handle.sent) == 2
 
     run(main)
 

@@ -80,3 +80,5 @@ def test_an_answer_goes_through_all_of_it() -> None:
 def test_unknown_names_are_refused_before_anything_is_deployed() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         check(Config(model="demo"), Settings(tool_format="nonsense"))
+    with pytest.raises(ConfigError, match="prefix_cache: false turns off"):
+        check(Config(model="demo", prefix_cache=False), Settings(kv_events="tcp://*:5557"))

@@ -65,6 +65,18 @@ def test_texts_of_a_command_line_get_their_types() -> None:
         ({"model": "demo", "placement": {"cpus": -1}}, "cpus must be 0 or more"),
         ({"model": "demo", "placement": {"memory": "much"}}, "as a size"),
         ({"model": "demo", "router_options": {"speed": 1}}, "router_options 'speed' is not known"),
+        ({"model": "demo", "router": "power-of-two", "router_options": {"queue": 1}}, "has no router_options"),
+        (
+            {"model": "demo", "replicas": 2, "kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:5558"},
+            "let them be 2 apart",
+        ),
+        (
+            {
+                "model": "demo", "autoscaling": {"max_replicas": 64}, "kv_events": "tcp://*:5557",
+                "kv_events_replay": "tcp://*:5564",
+            },
+            "let them be 8 apart",
+        ),
         ({"model": "demo", "router_options": {"horizon": 0}}, "horizon must be at least 1"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ that NCCL takes to begin. Multicast of NVLink is not used.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -32,7 +33,7 @@ CALLS, RUNS = 10, 5
 
 
 def store(address: str, port: int, rank: int, size: int) -> Any:
-    """Return what ranks find one another by; rank 0 serves it.
+    """Return what ranks find one another by; rank 0 serves it, at this address alone.
 
     Args:
         address: of rank 0.
@@ -40,9 +41,15 @@ def store(address: str, port: int, rank: int, size: int) -> Any:
         rank: of this process.
         size: number of ranks.
     """
+    timeout = timedelta(seconds=TIMEOUT_S)
+    if rank:
+        return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+    # Left to itself the store listens at all addresses of the host, and whoever reaches it may change what ranks read.
+    listener = socket.create_server((address, port))
     return dist.TCPStore(
-        address, port, size, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+        address, listener.getsockname()[1], size, is_master=True, wait_for_workers=False, timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collectives:
@@ -64,10 +71,12 @@ class GlooCollectives:
 
     def __init__(self, shared: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        options = dist.ProcessGroupGloo._Options()
+        # Left to itself it listens where the host's name leads, which others may reach, or nobody.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
         # Not the group of the process: any number of engines may be in it.
-        self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", shared), rank, size, timedelta(seconds=TIMEOUT_S)
-        )
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", shared), rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, in their order."""
