@@ -286,6 +286,15 @@ def test_answers_over_quantised_caches(
     assert len(head_of(llm).manager.leases) <= 1, "pages of requests that have ended are free"
 
 
+def test_a_grammar_that_allows_nothing_of_what_a_head_can_say(target: Path, tmp_path: Path) -> None:
+    params = {**GREEDY, "max_tokens": 24, "grammar": "regex:[0-9]{12,20}"}
+    expected = answers(engine(target), PROMPTS, **params)
+    head = f"eagle3:{save_eagle3(tmp_path, 'raw', draft_vocab=40)}"
+    llm = engine(target, speculative=head, speculative_tokens="3")
+    assert not set(map(ord, "0123456789")).intersection(head_of(llm).draft_ids.tolist())  # type: ignore[union-attr]
+    same(answers(llm, PROMPTS, **params), expected)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_recorded_steps_leave_their_hidden_states(
     overlap: bool, target: Path, eagles: dict[str, Path]

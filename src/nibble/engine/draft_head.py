@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nibble.attention.layer import StepContext
 from nibble.cache.manager import CacheManager
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, can_follow
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest, State
 from nibble.engine.sampler import Sampler
@@ -288,6 +288,8 @@ class DraftHead:
         for number, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
             track.chance *= chance
             if token in track.request.stop_ids or track.chance < self.least_chance:
+                continue
+            if not can_follow(track.request, [*track.drafts, token]):
                 continue
             track.drafts.append(token)
             track.twin.token_ids.append(token)

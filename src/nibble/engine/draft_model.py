@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nibble.cache.manager import CacheManager
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, can_follow
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest, State
 from nibble.engine.sampler import Sampler
@@ -129,9 +129,10 @@ class DraftModel:
                 self._add(draft, None if token is None else token.token)
 
     def _add(self, draft: Draft, token: int | None) -> None:
-        """Note a token; one that ends the answer, or none, ends the draft."""
-        if token is None or token in draft.task.request.stop_ids:
-            draft.task = DraftTask(draft.task.request, 0)
+        """Note a token; one that ends the answer, or that its grammar does not allow, or none, ends the draft."""
+        request = draft.task.request
+        if token is None or token in request.stop_ids or not can_follow(request, [*draft.tokens, token]):
+            draft.task = DraftTask(request, 0)
             return
         draft.tokens.append(token)
         draft.twin.token_ids.append(token)
