@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -284,6 +287,34 @@ def test_answers_over_quantised_caches(
     head_of(llm).manager.check_integrity()
     answers(llm, PROMPTS[:1], **GREEDY)
     assert len(head_of(llm).manager.leases) <= 1, "pages of requests that have ended are free"
+
+
+def test_errors_of_a_head_cost_no_answer(
+    target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(engine(target), PROMPTS, **GREEDY)
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}", speculative_tokens="3", token_budget=48)
+    head, count = head_of(llm), itertools.count(1)
+    forward = head.runner.forward
+
+    def fail(*arguments: Any, **options: Any) -> Tensor:
+        if next(count) % 5 == 0:
+            raise torch.OutOfMemoryError("planted")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(head.runner, "forward", fail)
+    same(answers(llm, PROMPTS, **GREEDY), expected)
+    assert rates(llm)[1] > 0 and next(count) > 30
+    assert caplog.text.count("planted") == 1
+    head.manager.check_integrity()
+
+
+def test_a_closed_engine_keeps_nothing_of_a_head(target: Path, eagles: dict[str, Path]) -> None:
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}")
+    kept, pool = llm.engine, weakref.ref(head_of(llm).runner.pool)
+    llm.close()
+    gc.collect()
+    assert kept and pool() is None
 
 
 def test_a_grammar_that_allows_nothing_of_what_a_head_can_say(target: Path, tmp_path: Path) -> None:

@@ -59,12 +59,14 @@ class DraftModel:
         """Return for each task what the small model would answer."""
         self._forget()
         drafts = [self._open(task) for task in tasks]
-        live = [draft for draft in drafts if draft and self._catch_up(draft)]
-        while live := [draft for draft in live if not draft.is_complete and self._reserve(draft)]:
-            self._step(live)
-        for draft in drafts:
-            if draft:
-                self._take_back(draft)
+        try:
+            live = [draft for draft in drafts if draft and self._catch_up(draft)]
+            while live := [draft for draft in live if not draft.is_complete and self._reserve(draft)]:
+                self._step(live)
+        finally:
+            for draft in drafts:
+                if draft:
+                    self._take_back(draft)
         return [draft.tokens if draft else [] for draft in drafts]
 
     def _forget(self) -> None:

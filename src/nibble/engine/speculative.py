@@ -19,15 +19,19 @@ draft that is taken back leaves nothing behind: its slot is written again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import DraftPolicy, Likelihood
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
-from nibble.engine.request import Logprob, Request, ScheduledRequest
+from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
+
+log = logging.getLogger("nibble.drafts")
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
@@ -155,6 +159,7 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
+    _last_error: str = field(default="", init=False)
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
     def waits(self, requests: Sequence[Request]) -> bool:
@@ -187,12 +192,35 @@ class Speculation:
         ]
         if not tasks:
             return {}
-        drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
+        drafts = zip(tasks, self._proposed(tasks), strict=True)
         usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
         if self.overlaps or self.head:
             for request, tokens in usable.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
         return {request: tokens for request, tokens in usable.items() if tokens}
+
+    def observe(self, batch: Batch, states_TX: Any) -> None:
+        """Let a head that drafts read the hidden states [T, X] of a step, in its order."""
+        if self.head:
+            try:
+                self.head.observe(batch, states_TX)
+            except Exception as error:  # what the head misses of these requests it does not draft for
+                self._note_error(error)
+
+    def _proposed(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
+        """Return what the drafter proposes: nothing where it fails, which may cost drafts and never an answer."""
+        try:
+            return self.drafter.propose(tasks)
+        except Exception as error:  # of all kinds
+            self._note_error(error)
+            return [()] * len(tasks)
+
+    def _note_error(self, error: Exception) -> None:
+        """Log an error of the drafter, once where the same comes again and again."""
+        text = f"{type(error).__name__}: {error}"
+        if text != self._last_error:
+            log.warning("%s fails, and answers go on without its drafts (%s)", self.name, text)
+        self._last_error = text
 
     @property
     def chooses(self) -> bool:
