@@ -520,9 +520,11 @@ class Engine:
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
-        self._emit_pending()  # what they gained before
-        for item in batch.scheduled:
-            self._abort(item.request, f"{type(error).__name__}: {error}")
+        try:
+            self._emit_pending()  # what they gained before
+        finally:
+            for item in batch.scheduled:
+                self._abort(item.request, f"{type(error).__name__}: {error}")
 
 
 def _score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:

@@ -233,8 +233,7 @@ class Speculation:
         """Return how many tokens to draft for each of these; those of none are left out."""
         num_drafts, self._num_drafts = self._num_drafts, None
         left = self.step_tokens - running
-        # A recorded step has as many rows for each of its requests, and no more than step_tokens in all.
-        most = min(self.max_tokens, left // max(running, 1) if self.overlaps else left)
+        most = max(self._recorded_counts(running), default=0) if self.overlaps else self.max_tokens
         lengths = dict[Request, int]()
         for request in decoding:
             length = min(self._length_at(request, len(request.token_ids)), room(request), left, most)
@@ -251,6 +250,14 @@ class Speculation:
         counts = (length - 1 for length in reversed(recorded_lengths(1 + self.max_tokens)))
         return next((count for count in counts if count >= drafts), drafts) if drafts else 0
 
+    def _recorded_counts(self, running: int) -> list[int]:
+        """Return the numbers of drafts for each of so many requests that recorded steps have room for.
+
+        They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
+        """
+        most = self.step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
+        return [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= most]
+
     def _choose(self, running: int, lengths: Mapping[Request, int]) -> int:
         """Return how many tokens to draft for each request of a step, 0 for none.
 
@@ -258,8 +265,7 @@ class Speculation:
             running: requests that the step has.
             lengths: the most for each that may have any.
         """
-        left = self.step_tokens // max(running, 1) - 1
-        counts = [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= left]
+        counts = self._recorded_counts(running)
         if not counts:
             return 0
         likely = dict.fromkeys(counts, 0.0)
