@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nibble.errors import BackendError
-from nibble.models import compile_cache, forward
+from nibble.models import compile_cache, forward, taps
 from nibble.models.compile_cache import CACHE_VARIABLE, TRITON_VARIABLE
 from tiny import save_tiny
 
@@ -174,6 +174,20 @@ def test_what_guards_do_not_see_is_in_the_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile_cache.metadata, "version", lambda package: "0")
     others.append(compile_cache.path_of(Toy(), {}))
     assert len({path, *others}) == 1 + len(others)
+
+
+def test_where_hidden_states_are_left_is_in_the_name() -> None:
+    def path(layers: Sequence[int] | None) -> Path:
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Toy() for _ in range(3)])})
+        inner: Any = nn.ModuleDict({"model": model})
+        inner.config = Toy().config
+        if layers != ():
+            taps.attach(inner, "model.layers", model.layers, layers)
+        return compile_cache.path_of(inner, {})
+
+    tapped: list[Sequence[int] | None] = [(), None, (1,), (2,), (1, 3), (3, 1)]
+    assert len(set(map(path, tapped))) == len(tapped)
+    assert path((1, 3)) == path((1, 3))
 
 
 def test_the_cache_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +27,7 @@ from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
-from nibble.engine import draft_head, speculation_plan
+from nibble.engine import build, draft_head, speculation_plan, warmup
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.graphs import Graphs
 from nibble.engine.plan import plan_engine
@@ -286,6 +289,43 @@ def test_answers_over_quantised_caches(
     assert len(head_of(llm).manager.leases) <= 1, "pages of requests that have ended are free"
 
 
+def test_errors_of_a_head_cost_no_answer(
+    target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(engine(target), PROMPTS, **GREEDY)
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}", speculative_tokens="3", token_budget=48)
+    head, count = head_of(llm), itertools.count(1)
+    forward = head.runner.forward
+
+    def fail(*arguments: Any, **options: Any) -> Tensor:
+        if next(count) % 5 == 0:
+            raise torch.OutOfMemoryError("planted")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(head.runner, "forward", fail)
+    same(answers(llm, PROMPTS, **GREEDY), expected)
+    assert rates(llm)[1] > 0 and next(count) > 30
+    assert caplog.text.count("planted") == 1
+    head.manager.check_integrity()
+
+
+def test_a_closed_engine_keeps_nothing_of_a_head(target: Path, eagles: dict[str, Path]) -> None:
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}")
+    kept, pool = llm.engine, weakref.ref(head_of(llm).runner.pool)
+    llm.close()
+    gc.collect()
+    assert kept and pool() is None
+
+
+def test_a_grammar_that_allows_nothing_of_what_a_head_can_say(target: Path, tmp_path: Path) -> None:
+    params = {**GREEDY, "max_tokens": 24, "grammar": "regex:[0-9]{12,20}"}
+    expected = answers(engine(target), PROMPTS, **params)
+    head = f"eagle3:{save_eagle3(tmp_path, 'raw', draft_vocab=40)}"
+    llm = engine(target, speculative=head, speculative_tokens="3")
+    assert not set(map(ord, "0123456789")).intersection(head_of(llm).draft_ids.tolist())  # type: ignore[union-attr]
+    same(answers(llm, PROMPTS, **params), expected)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_recorded_steps_leave_their_hidden_states(
     overlap: bool, target: Path, eagles: dict[str, Path]
@@ -371,15 +411,26 @@ def test_a_map_that_leads_nowhere_is_refused(target: Path, tmp_path: Path) -> No
         engine(target, speculative=f"eagle3:{head}")
 
 
-def test_scales_of_a_head_are_measured_on_hidden_states(target: Path, eagles: dict[str, Path]) -> None:
+def test_scales_of_a_head_are_measured_on_hidden_states(
+    target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, measure = list[int](), build._measure
+
+    def watch(plan: Any, model: Any, *arguments: Any) -> Any:
+        states = getattr(model, "example_states", None)
+        counts.append(0 if states is None else len(states))
+        return measure(plan, model, *arguments)
+
+    monkeypatch.setattr(build, "_measure", watch)
     llm = engine(
         target,
         kv_format="nvfp4",
         kv_scales="calibrate",
         speculative=f"eagle3:{eagles['raw']},kv_format=nvfp4",
     )
-    head = head_of(llm)
-    assert len(head.head.example_states) > 512
+    assert counts[0] == 0 and counts[1] > 512
+    # What a start on a GPU runs of a head has positions beyond those, and no hidden states.
+    warmup._run_prompts(head_of(llm).runner, (counts[1] + 50,))
     answers(llm, PROMPTS[:1], **GREEDY)
 
 

@@ -79,6 +79,16 @@ def test_what_fails_is_left_out(tiny: Path, caplog: pytest.LogCaptureFixture) ->
         assert done == [1] and "no such kernel" in caplog.text
 
 
+def test_steps_that_fail_leave_rows_for_all_requests(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(tiny), kv_format="nvfp4", **USUAL) as llm:
+        runner, most = llm.engine.runner, USUAL["max_running"]
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "compute", lambda *_: (_ for _ in ()).throw(RuntimeError("zeros")))
+            rehearsal.rehearse(runner, parts_of(runner))
+        outputs = llm.generate([[token] * 5 for token in range(most)], max_tokens=3, ignore_eos=True)
+        assert not any(output.completions[0].error for output in outputs)
+
+
 def test_a_mark_is_of_one_start(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
     marks = []

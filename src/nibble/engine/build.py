@@ -396,6 +396,9 @@ def _with_scales(
         if parts.target:
             prompts = [head_start.calibration_prompt(model, parts.target, prompts[0])]
         scales = _measure(engine_plan, model, prompts, _most_tokens(parts), rank)
+        if parts.target:
+            # Steps of the start go beyond them, and nobody else needs them.
+            cast(Any, model).example_states = None
         seconds = startup.seconds["calibration"] = perf_counter() - start
         startup.kv_scales = parts.source.report(engine_plan.config.model, scales, seconds)
     startup.notes += scales.notes

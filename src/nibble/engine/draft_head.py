@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nibble.attention.layer import StepContext
 from nibble.cache.manager import CacheManager
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, can_follow
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest, State
 from nibble.engine.sampler import Sampler
@@ -191,7 +191,8 @@ class DraftHead:
         """Give back what a request has that cannot be drafted for."""
         if track.twin.lease in self.manager.leases:
             self.manager.release(track.twin.lease)
-            track.states = track.states[:0]
+            # And no view of them, which would keep those of a whole chunk.
+            track.states = track.states.new_empty(0, track.states.shape[1])
         return track
 
     def _store(self, tracks: Iterable[Track]) -> None:
@@ -246,17 +247,18 @@ class DraftHead:
         tracks = [self._track(task.request) for task in tasks]
         limits = {track: task.limit for track, task in zip(tracks, tasks, strict=True)}
         ready = [track for track in tracks if self._is_ready(track, limits[track])]
-        # What is left for the first step is less than MIN_ROWS of each.
-        self._store([track for track in ready if track.num_known - track.start > MIN_ROWS])
-        live = [track for track in ready if self._reserve(track, len(track.twin.token_ids))]
-        counts = {track: len(track.twin.token_ids) - track.start for track in live}
-        step = [(one, one.start, count, one.states[:count], True) for one, count in counts.items()]
-        while step:
-            step = [row for group in self._groups(step) for row in self._draft(group, limits)]
-        drafts = [track.drafts for track in tracks]
-        for track in ready:
-            self._take_back(track)
-        return drafts
+        try:
+            # What is left for the first step is less than MIN_ROWS of each.
+            self._store([track for track in ready if track.num_known - track.start > MIN_ROWS])
+            live = [track for track in ready if self._reserve(track, len(track.twin.token_ids))]
+            counts = {track: len(track.twin.token_ids) - track.start for track in live}
+            step = [(one, one.start, count, one.states[:count], True) for one, count in counts.items()]
+            while step:
+                step = [row for group in self._groups(step) for row in self._draft(group, limits)]
+            return [track.drafts for track in tracks]
+        finally:
+            for track in ready:
+                self._take_back(track)
 
     def _is_ready(self, track: Track, limit: int) -> bool:
         """Return whether a request's last row can be computed, and there is room for its drafts."""
@@ -288,6 +290,8 @@ class DraftHead:
         for number, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
             track.chance *= chance
             if token in track.request.stop_ids or track.chance < self.least_chance:
+                continue
+            if not can_follow(track.request, [*track.drafts, token]):
                 continue
             track.drafts.append(token)
             track.twin.token_ids.append(token)

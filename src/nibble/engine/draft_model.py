@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nibble.cache.manager import CacheManager
-from nibble.engine.drafters.base import DraftTask
+from nibble.engine.drafters.base import DraftTask, can_follow
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Request, ScheduledRequest, State
 from nibble.engine.sampler import Sampler
@@ -59,12 +59,14 @@ class DraftModel:
         """Return for each task what the small model would answer."""
         self._forget()
         drafts = [self._open(task) for task in tasks]
-        live = [draft for draft in drafts if draft and self._catch_up(draft)]
-        while live := [draft for draft in live if not draft.is_complete and self._reserve(draft)]:
-            self._step(live)
-        for draft in drafts:
-            if draft:
-                self._take_back(draft)
+        try:
+            live = [draft for draft in drafts if draft and self._catch_up(draft)]
+            while live := [draft for draft in live if not draft.is_complete and self._reserve(draft)]:
+                self._step(live)
+        finally:
+            for draft in drafts:
+                if draft:
+                    self._take_back(draft)
         return [draft.tokens if draft else [] for draft in drafts]
 
     def _forget(self) -> None:
@@ -129,9 +131,10 @@ class DraftModel:
                 self._add(draft, None if token is None else token.token)
 
     def _add(self, draft: Draft, token: int | None) -> None:
-        """Note a token; one that ends the answer, or none, ends the draft."""
-        if token is None or token in draft.task.request.stop_ids:
-            draft.task = DraftTask(draft.task.request, 0)
+        """Note a token; one that ends the answer, or that its grammar does not allow, or none, ends the draft."""
+        request = draft.task.request
+        if token is None or token in request.stop_ids or not can_follow(request, [*draft.tokens, token]):
+            draft.task = DraftTask(request, 0)
             return
         draft.tokens.append(token)
         draft.twin.token_ids.append(token)

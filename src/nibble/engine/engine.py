@@ -35,7 +35,7 @@ from nibble.engine.request import (
     truncated,
 )
 from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
-from nibble.engine.scheduler import Scheduler
+from nibble.engine.scheduler import Scheduler, default_reusable
 from nibble.engine.speculative import Speculation, accepted_run
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -296,7 +296,8 @@ class Engine:
             self._collect(max_in_flight=0)
             self.fail(CLOSED)
             vars(self.runner).clear()
-            self.speculation = None
+            # A head has pages and weights of its own, and shares the model's.
+            self.speculation, self.scheduler.reusable = None, default_reusable
             if self.ranks:
                 self.ranks.close()
 
@@ -381,8 +382,8 @@ class Engine:
         rows = sum(1 + len(item.drafts) for item in sampling)
         try:
             logits = self.runner.forward(batch)
-            if self.speculation and self.speculation.head:
-                self.speculation.head.observe(batch, self.runner.hidden_states)
+            if self.speculation:
+                self.speculation.observe(batch, self.runner.hidden_states)
             sampled = self._sample(logits[:rows], sampling) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
@@ -519,9 +520,11 @@ class Engine:
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
-        self._emit_pending()  # what they gained before
-        for item in batch.scheduled:
-            self._abort(item.request, f"{type(error).__name__}: {error}")
+        try:
+            self._emit_pending()  # what they gained before
+        finally:
+            for item in batch.scheduled:
+                self._abort(item.request, f"{type(error).__name__}: {error}")
 
 
 def _score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:

@@ -40,6 +40,7 @@ PROMPT_TAIL = 8
 next turn. To compute one page again is little; without a snapshot before the change it would be the whole window.
 """
 
+default_reusable: Callable[[Request], int] = attrgetter("num_reusable_tokens")
 _order = attrgetter("priority", "arrival")
 """The place among requests: the least is served first, and loses its pages last."""
 
@@ -94,7 +95,7 @@ class Scheduler:
         """Most tokens, prompt and answer together, that a request may have here."""
         self.chunk = chunk or token_budget
         self.max_logprob_rows = max_logprob_rows
-        self.reusable: Callable[[Request], int] = attrgetter("num_reusable_tokens")
+        self.reusable = default_reusable
         """Returns how many leading tokens of a request the prefix cache may give."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -19,15 +19,19 @@ draft that is taken back leaves nothing behind: its slot is written again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import DraftPolicy, Likelihood
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
-from nibble.engine.request import Logprob, Request, ScheduledRequest
+from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
+
+log = logging.getLogger("nibble.drafts")
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
@@ -155,6 +159,7 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
+    _last_error: str = field(default="", init=False)
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
     def waits(self, requests: Sequence[Request]) -> bool:
@@ -187,12 +192,35 @@ class Speculation:
         ]
         if not tasks:
             return {}
-        drafts = zip(tasks, self.drafter.propose(tasks), strict=True)
+        drafts = zip(tasks, self._proposed(tasks), strict=True)
         usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
         if self.overlaps or self.head:
             for request, tokens in usable.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
         return {request: tokens for request, tokens in usable.items() if tokens}
+
+    def observe(self, batch: Batch, states_TX: Any) -> None:
+        """Let a head that drafts read the hidden states [T, X] of a step, in its order."""
+        if self.head:
+            try:
+                self.head.observe(batch, states_TX)
+            except Exception as error:  # what the head misses of these requests it does not draft for
+                self._note_error(error)
+
+    def _proposed(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
+        """Return what the drafter proposes: nothing where it fails, which may cost drafts and never an answer."""
+        try:
+            return self.drafter.propose(tasks)
+        except Exception as error:  # of all kinds
+            self._note_error(error)
+            return [()] * len(tasks)
+
+    def _note_error(self, error: Exception) -> None:
+        """Log an error of the drafter, once where the same comes again and again."""
+        text = f"{type(error).__name__}: {error}"
+        if text != self._last_error:
+            log.warning("%s fails, and answers go on without its drafts (%s)", self.name, text)
+        self._last_error = text
 
     @property
     def chooses(self) -> bool:
@@ -205,8 +233,7 @@ class Speculation:
         """Return how many tokens to draft for each of these; those of none are left out."""
         num_drafts, self._num_drafts = self._num_drafts, None
         left = self.step_tokens - running
-        # A recorded step has as many rows for each of its requests, and no more than step_tokens in all.
-        most = min(self.max_tokens, left // max(running, 1) if self.overlaps else left)
+        most = max(self._recorded_counts(running), default=0) if self.overlaps else self.max_tokens
         lengths = dict[Request, int]()
         for request in decoding:
             length = min(self._length_at(request, len(request.token_ids)), room(request), left, most)
@@ -223,6 +250,14 @@ class Speculation:
         counts = (length - 1 for length in reversed(recorded_lengths(1 + self.max_tokens)))
         return next((count for count in counts if count >= drafts), drafts) if drafts else 0
 
+    def _recorded_counts(self, running: int) -> list[int]:
+        """Return the numbers of drafts for each of so many requests that recorded steps have room for.
+
+        They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
+        """
+        most = self.step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
+        return [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= most]
+
     def _choose(self, running: int, lengths: Mapping[Request, int]) -> int:
         """Return how many tokens to draft for each request of a step, 0 for none.
 
@@ -230,8 +265,7 @@ class Speculation:
             running: requests that the step has.
             lengths: the most for each that may have any.
         """
-        left = self.step_tokens // max(running, 1) - 1
-        counts = [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= left]
+        counts = self._recorded_counts(running)
         if not counts:
             return 0
         likely = dict.fromkeys(counts, 0.0)

@@ -192,20 +192,33 @@ def _manager(runner: ModelRunner) -> CacheManager:
     return CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False, states=slots)
 
 
+@contextmanager
+def _leases(manager: CacheManager, *requests: Request) -> Iterator[None]:
+    """Open leases of requests, and close them in any case.
+
+    A rehearsal goes on where a step fails, and each lease that is left open has a row of the page tables.
+    """
+    try:
+        for request in requests:
+            request.lease = manager.open(request.token_ids, "")
+        yield
+    finally:
+        for lease in tuple(manager.leases):
+            manager.release(lease)
+
+
 def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     """Run one step of prompts of these lengths, over pages that are free again afterwards."""
     manager = _manager(runner)
     requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
-    for request in requests:
-        request.lease = manager.open(request.token_ids, "")
-        manager.reserve(request.lease, len(request.token_ids))
-    chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
-    logits_SV = runner.forward(Batch.from_scheduled(chunks))
-    # As the sampler does, with penalties or without.
-    for x_SV in (logits_SV, logits_SV.float()):
-        topk.row_max(x_SV)
-    for request in requests:
-        manager.release(request.lease)
+    with _leases(manager, *requests):
+        for request in requests:
+            manager.reserve(request.lease, len(request.token_ids))
+        chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
+        logits_SV = runner.forward(Batch.from_scheduled(chunks))
+        # As the sampler does, with penalties or without.
+        for x_SV in (logits_SV, logits_SV.float()):
+            topk.row_max(x_SV)
 
 
 def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
@@ -217,14 +230,13 @@ def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
         request = Request("warm", [0] * sum(counts))
         if first <= 0 or request.num_tokens > most:
             continue
-        request.lease = manager.open(request.token_ids, "")
-        manager.reserve(request.lease, request.num_tokens)
-        for count in counts:
-            request.in_flight = ScheduledRequest.next_chunk(request, count)
-            # In a rehearsal nothing is read of what many tokens would write.
-            if count <= max(FIRST_STEP, *CHUNKS) or not ahead.is_rehearsal():
-                runner.forward(Batch.from_scheduled([request.in_flight]))
-        manager.release(request.lease)
+        with _leases(manager, request):
+            manager.reserve(request.lease, request.num_tokens)
+            for count in counts:
+                request.in_flight = ScheduledRequest.next_chunk(request, count)
+                # In a rehearsal nothing is read of what many tokens would write.
+                if count <= max(FIRST_STEP, *CHUNKS) or not ahead.is_rehearsal():
+                    runner.forward(Batch.from_scheduled([request.in_flight]))
 
 
 def _run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
@@ -236,18 +248,17 @@ def _run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
     room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
     if room < most:
         return
-    request.lease = manager.open(request.token_ids, "")
-    most = min(most, manager.draft_room(request.lease, FIRST_STEP))
-    manager.reserve(request.lease, FIRST_STEP + 1 + most)
     graphs, runner.graphs = runner.graphs, None
-    runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
-    for count in sorted({min(count, most) for count in (*DRAFTS, most)}):
-        item = ScheduledRequest(
-            request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
-        )
-        runner.forward(Batch((item,)))
+    with _leases(manager, request):
+        most = min(most, manager.draft_room(request.lease, FIRST_STEP))
+        manager.reserve(request.lease, FIRST_STEP + 1 + most)
+        runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
+        for count in sorted({min(count, most) for count in (*DRAFTS, most)}):
+            item = ScheduledRequest(
+                request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
+            )
+            runner.forward(Batch((item,)))
     runner.graphs = graphs
-    manager.release(request.lease)
 
 
 def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:

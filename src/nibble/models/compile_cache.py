@@ -8,6 +8,7 @@ each function that was traced, have to fit, or the file is written anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -208,7 +209,9 @@ def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
     for name, tensor in model.named_parameters():
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)}"
     for name, module in model.named_modules():
-        yield f"{name} {_name(type(module))} {_functions(module)}"
+        # torch guards no hooks, and some leave hidden states (models/taps.py).
+        hooks = [_hook(hook) for hook in module._forward_hooks.values()]
+        yield f"{name} {_name(type(module))} {_functions(module)} {hooks}"
     package_folder = Path(nibble.__file__).parent
     for pattern in COMPILING:
         for path in sorted(package_folder.glob(pattern)):
@@ -226,6 +229,14 @@ def _functions(owner: object, depth: int = 2) -> list[str]:
         elif depth and type(value).__module__.startswith(nibble.__name__) and hasattr(value, "__dict__"):
             names.append(f"{name}={_name(type(value))} {_functions(value, depth - 1)}")
     return names
+
+
+def _hook(hook: Any) -> str:
+    """Return the name of a hook, and the numbers that it is called with where it is a partial function."""
+    function, values = hook, list[int]()
+    if isinstance(hook, functools.partial):
+        function, values = hook.func, [value for value in hook.args if isinstance(value, int)]
+    return f"{_name(function if hasattr(function, '__qualname__') else type(function))} {values}"
 
 
 def _name(value: Any) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine.draft_policy import FIRST_SHARE, DraftPolicy, Likelihood, StepTimes
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.request import Request, ScheduledRequest
@@ -122,12 +123,23 @@ def test_who_has_nothing_to_say_is_asked_less(count: int) -> None:
 
 
 def test_a_step_has_no_more_tokens_than_a_recorded_one() -> None:
-    for count, most in ((1, 7), (32, 7), (64, 3), (100, 1), (128, 1)):
+    for count, most in ((1, 7), (32, 7), (36, 3), (64, 3), (70, 1), (100, 1), (128, 1)):
         speculation = Speculation("says", Says(), 7, False, 256, 999, overlaps=True)
         drafts = speculation.propose([Request(str(i), [0]) for i in range(count)], lambda request: 7)
         assert {len(tokens) for tokens in drafts.values()} == {most} and len(drafts) == count
     speculation = Speculation("says", Says(), 7, False, 256, 999, overlaps=True)
     assert not speculation.propose([Request("a", [0])], lambda request: 7, others=255)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 12, 15])
+def test_steps_of_drafts_alone_are_recorded(tokens: int) -> None:
+    for count in range(1, 140):
+        speculation = Speculation("says", Says(), tokens, False, 256, 999, overlaps=True)
+        drafts = speculation.propose([Request(str(i), [0]) for i in range(count)], lambda request: 15)
+        rows = 1 + max(map(len, drafts.values()), default=0)
+        sizes = verify_sizes(count, 1 + tokens, 256)
+        assert not drafts or any(size[0] >= count and size[1] >= rows for size in sizes)
+        assert drafts or count > 128
 
 
 def test_what_is_likely_is_learnt() -> None:

@@ -40,6 +40,16 @@ class Drafter(Protocol):
         ...
 
 
+def can_follow(request: Request, drafts: Sequence[int]) -> bool:
+    """Return whether the grammar of a request, if any, allows these drafts and one more behind them.
+
+    A drafter that draws tokens by a Sampler asks before it draws the next one: a grammar that was given a token that
+    it does not allow would be broken for the answer too. Where it allows none that the drafter can say, any is drawn.
+    """
+    matcher = request.matcher
+    return matcher is None or matcher.num_valid(request.output_token_ids, drafts) == len(drafts)
+
+
 class HeadDrafter(Drafter, Protocol):
     """A drafter that reads the hidden states of the model."""
 
