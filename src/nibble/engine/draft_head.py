@@ -58,9 +58,9 @@ class HeadForward:
     def __call__(self, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
         """Return logits [S, V of drafts]."""
         states_TH, self.input_states = self.input_states, None
-        if states_TH is not None and len(states_TH) < ids.shape[1]:
-            # A row that is alone comes twice (ModelRunner).
-            states_TH = states_TH.expand(ids.shape[1], -1)
+        if states_TH is not None and (missing := ids.shape[1] - len(states_TH)):
+            # A row that is alone comes twice, and a step of decodes alone is padded to the next size (ModelRunner).
+            states_TH = torch.cat([states_TH, states_TH[-1:].expand(missing, -1)])
         out = self.head(
             input_ids=ids,
             position_ids=positions,
