@@ -110,7 +110,8 @@ class LLM:
     def __del__(self) -> None:
         # An object whose __init__ failed is deleted too. At the end of the process the system takes all back.
         engine = getattr(self, "_engine", None)
-        if engine is None or sys.is_finalizing():
+        # Modules may be gone by then.
+        if engine is None or sys is None or sys.is_finalizing():
             return
         if engine.ranks or engine.runner.device.type == "cuda":
             with suppress(Exception):
