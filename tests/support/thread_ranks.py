@@ -22,6 +22,7 @@ from nibble.engine.rank import Follower
 from nibble.engine.ranks import Command, Rank, Ranks, Start
 from nibble.errors import RankError
 from nibble.kernels.collectives import register, release
+from nibble.kernels.collectives.processes import ordered_sum
 from nibble.models.shards import Shard
 
 WAIT_S = 60.0
@@ -49,11 +50,7 @@ class ThreadCollectives:
         return parts
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self.all_gather(x)
-        y = first.clone()
-        for part in others:
-            y += part
-        return y
+        return ordered_sum(self.all_gather(x))
 
     def broadcast(self, x: Tensor) -> None:
         x.copy_(self.all_gather(x)[0])

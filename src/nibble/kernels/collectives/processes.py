@@ -66,6 +66,15 @@ def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collecti
     return NcclCollectives(shared, rank, size, device)
 
 
+def ordered_sum(parts: Tensor) -> Tensor:
+    """Return the sum of what ranks have [size, ...], added in their order."""
+    first, *others = parts
+    y = first.clone()
+    for part in others:
+        y += part
+    return y
+
+
 class GlooCollectives:
     """CPUs of one host."""
 
@@ -80,11 +89,7 @@ class GlooCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, in their order."""
-        first, *others = self.all_gather(x)
-        y = first.clone()
-        for part in others:
-            y += part
-        return y
+        return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return what all ranks have, [size, *x.shape]."""
