@@ -97,13 +97,13 @@ def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
         assert ended(pid)
 
 
-def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_stopped_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         (pid,) = ranks_of(llm).pids.values()
-        monkeypatch.setattr(ranks_of_engine, "HANG_S", 1.0)
+        monkeypatch.setattr(ranks_of_engine, "FROZEN_S", 1.0)
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(NibbleError, match="rank 1 of 2 has not taken up a step for"):
+            with pytest.raises(NibbleError, match="rank 1 of 2 is stopped, as by SIGSTOP"):
                 llm.generate(PROMPT, max_tokens=4)
         finally:
             with suppress(ProcessLookupError):
