@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
@@ -49,17 +50,34 @@ def check(config: Config, weights: Weights | None) -> None:
     for is_asked, what, why in refusals:
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
-    if config.drafts and config.drafts.path:
-        raise ConfigError(
-            f"--speculative {config.speculative} with --tp {config.tp} is not served: a model that drafts runs on one "
-            "GPU; --speculative lookup works"
-        )
 
 
 def require_one_gpu(config: Config, what: str) -> None:
     """Raise ConfigError for what runs the model in the engine's process alone, and would wait for the other ranks."""
     if config.tp > 1:
-        raise ConfigError(f"{what} with --tp {config.tp} is not served: it needs the whole model on one GPU")
+        raise ConfigError(
+            f"{what} with --tp {config.tp} is not served: it needs the whole model on one GPU, or in the memory of the "
+            "host (--device cpu); what it writes is served with --tp"
+        )
+
+
+def whole_layout(layout: CacheLayout, model_spec: ModelSpec) -> CacheLayout:
+    """Return what all ranks store of a token together, of what one of them does."""
+    if model_spec.tp == 1:
+        return layout
+    layers = (
+        replace(
+            layer,
+            streams=tuple(
+                replace(entry, stream=replace(entry.stream, heads=model_spec.kv_heads[layer.layer]))
+                if entry.stream.name in ("k", "v")
+                else entry
+                for entry in layer.streams
+            ),
+        )
+        for layer in layout.layers
+    )
+    return replace(layout, layers=tuple(layers))
 
 
 def notes(model_spec: ModelSpec) -> Iterator[str]:

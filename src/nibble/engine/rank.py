@@ -8,6 +8,7 @@ for, and a thread notes that it lives.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import mmap
 import os
@@ -84,6 +85,12 @@ class Follower:
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize()
             check_memory(self.start.engine_plan.budget, torch.cuda.mem_get_info()[0])
+
+    def call(self, function: str, arguments: tuple[Any, ...]) -> None:
+        """Call a function, `module:name`, with what this rank has, and these arguments."""
+        module, _, name = function.partition(":")
+        here = self.start.engine_plan, self.runner.model, self.rank
+        getattr(importlib.import_module(module), name)(*here, *arguments)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

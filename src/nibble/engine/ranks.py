@@ -210,6 +210,24 @@ class Ranks:
         self._send(Command(name))
 
     @contextmanager
+    def call(self, function: str, *arguments: Any) -> Iterator[Rank]:
+        """Let the other ranks call a function, while the body does the same at this rank, for as long as it takes.
+
+        Args:
+            function: as `module:name`; it is given the EnginePlan, the rank's model and its Rank.
+            arguments: further ones, plain data.
+        """
+        assert self.here
+        # It may take longer than any step.
+        self.is_serving, was_serving = False, self.is_serving
+        try:
+            with self.together():
+                self._send(Command("call", (function, arguments)))
+                yield self.here
+        finally:
+            self.is_serving = was_serving
+
+    @contextmanager
     def together(self) -> Iterator[None]:
         """Let what all ranks do in the body end for all of them, or no further step be computed: Ctrl-C waits."""
         with _interrupts_later():
@@ -375,6 +393,16 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+@contextmanager
+def all_ranks(ranks: Ranks | None, function: str, *arguments: Any) -> Iterator[Rank | None]:
+    """Do something on all ranks, in the body at this one; see Ranks.call(). Without other ranks None is yielded."""
+    if ranks is None:
+        yield None
+    else:
+        with ranks.call(function, *arguments) as rank:
+            yield rank
 
 
 @contextmanager
