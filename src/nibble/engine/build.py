@@ -327,8 +327,8 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     division = parallel.Division(whole, part, rank.shard)
     model: Any = load(
         part, spec, engine_plan.plan.dtype, rank.device,
-        handling=weights.handling if weights else Handling.UNPACKED, activations=engine_plan.activations,
-        division=division,
+        handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
+        activations=engine_plan.activations, division=division,
     )  # fmt: skip
     drop_repeated_biases(model, division.layout, rank.shard)
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)

@@ -38,11 +38,6 @@ def check(config: Config, weights: Weights | None) -> None:
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
         (bool(config.hisparse), "--hisparse", "pages that are in host memory are those of one GPU"),
-        (
-            bool(config.weights),
-            "--weights",
-            "a part would be quantised by other scales than the whole",
-        ),
         (config.compile_cache, "--compile-cache", "compiled code of a rank is not kept"),
         (bool(config.watch_fidelity), "--watch-fidelity", "one rank sees its own heads alone"),
         (is_foreign, "such weights", "only Transformers unpacks them, as a whole"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook, online
 from nibble.models.activations import FULL
@@ -73,6 +73,7 @@ def load(
         The model on the device, to be prepared by prepare_model().
 
     Raises:
+        ConfigError: it cannot be divided as it is quantised.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
@@ -83,7 +84,8 @@ def load(
     quantization = online.quantization_to(weights) if weights else None
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
-    source = partial(_source, config, path, torch.device(device), handling, packer, quantization)
+    seen, whole = set[str](), getattr(torch, dtype) if division else None
+    source = partial(_source, config, path, torch.device(device), handling, packer, quantization, seen, whole)
     model = _read(source, model_spec, path, dtype, division)
     if packer:
         set_packed(model, packer)
@@ -101,9 +103,21 @@ def load(
     if next(model.parameters()).is_cuda:
         # What experts were put together of, which other memory could not use.
         torch.cuda.empty_cache()
-    if quantization:
+    if quantization and division:
+        _require_quantized(model, quantization, seen)
+    elif quantization:
         quantize_linears(model, quantization, packer)
     return model
+
+
+def _require_quantized(model: nn.Module, quantization: Quantization, seen: set[str]) -> None:
+    """Raise ConfigError where a layer of a divided model was not quantised as a whole, before it was divided."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and quantization.format_of(name) and online.place(name) not in seen:
+            raise ConfigError(
+                f"--weights {quantization.kind} with --tp is not served for this model: {name} is put together of "
+                "tensors with other names; leave --weights out, or name a checkpoint that is quantised already"
+            )
 
 
 def _read(
@@ -174,18 +188,22 @@ def _source(
     handling: Handling,
     packer: Packer | None,
     quantization: Quantization | None,
+    seen: set[str],
+    whole: torch.dtype | None,
     files: ExitStack,
 ) -> Source:
     """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
 
-    Transformers reads files of PyTorch, and weights that only it unpacks.
+    Transformers reads files of PyTorch, and weights that only it unpacks. `seen` takes the places of matrices that are
+    quantised as they are read; `whole` is the compute dtype where all are, as a rank needs a part of what is.
     """
     folder, entry = download(path), quantization_entry(config)
     if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
         if entry or not weight_files(folder):
             return path, config, None
-        if packer and quantization:
-            return None, config, quantized(folder, *_choice(config, quantization), files, packer)
+        if quantization and (packer or whole):
+            format, is_chosen = _choice(config, quantization, seen)
+            return None, config, quantized(folder, format, is_chosen, files, packer, device, whole)
         return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
@@ -195,7 +213,7 @@ def _source(
 
 
 def _choice(
-    config: PretrainedConfig, quantization: Quantization
+    config: PretrainedConfig, quantization: Quantization, seen: set[str]
 ) -> tuple[MatrixFormat, Callable[[str], bool]]:
     """Return how linear layers are quantised as they load, and whether a module of the checkpoint seems to be one.
 
@@ -206,7 +224,13 @@ def _choice(
         for name, module in _empty_model(config).named_modules()
         if type(module) is nn.Linear and quantization.format_of(name)
     }
-    return quantization.rules[0].format, lambda name: online.place(name) in places
+
+    def is_chosen(name: str) -> bool:
+        place = online.place(name)
+        seen.update({place} & places)
+        return place in places
+
+    return quantization.rules[0].format, is_chosen
 
 
 def _empty_model(config: PretrainedConfig) -> Any:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nibble.errors import WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
+from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
@@ -151,7 +152,13 @@ def unpacked(
 
 
 def quantized(
-    folder: Path, format: MatrixFormat, is_chosen: Callable[[str], bool], stack: ExitStack, packer: Packer
+    folder: Path,
+    format: MatrixFormat,
+    is_chosen: Callable[[str], bool],
+    stack: ExitStack,
+    packer: Packer | None,
+    device: torch.device,
+    whole: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Return an unquantised checkpoint's tensors by name: chosen matrices quantised when they are read, and kept.
 
@@ -160,10 +167,22 @@ def quantized(
         format: Of the quantised matrices.
         is_chosen: Whether the matrix of a module is quantised, by its name in the checkpoint.
         stack: Keeps the files open.
-        packer: Keeps matrices, and gives placeholders for them; others are read as they are.
+        packer: Keeps matrices, and gives placeholders for them.
+        device: Where they shall be.
+        whole: The compute dtype, where those that are not kept are rounded to the format as they are read; None: they
+            are read as they are.
     """
     lock, tensors = Lock(), dict[str, Any]()
-    spelling = _Spelling("weight", lambda parts: parts["weight"], partial(pack.plain, format, packer))
+
+    def values(parts: Parts) -> Tensor:
+        # What turned out to be no matrix of a linear layer is none of those that are rounded.
+        if whole is None or format.packed is None or (packer and parts.name in packer.plain):
+            return parts["weight"]
+        weight_NK = parts["weight"].to(device, whole)
+        pack.require_finite(parts.name, weight_NK)
+        return rounded(weight_NK, format.packed, format.block_rows)
+
+    spelling = _Spelling("weight", values, partial(pack.plain, format, packer) if packer else None)
     for path in weight_files(folder):
         file = stack.enter_context(safe_open(path, "pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -172,9 +191,7 @@ def quantized(
             parts = Parts(name, {end: stored}, {})
             is_matrix = end == spelling.codes and is_chosen(module)
             tensors[name] = (
-                _Slice(parts, spelling, lock, packer.device, packer)
-                if is_matrix
-                else PlacedSlice(stored, packer.device)
+                _Slice(parts, spelling, lock, device, packer) if is_matrix else PlacedSlice(stored, device)
             )
     return tensors
 
