@@ -37,11 +37,24 @@ def check(config: Config, weights: Weights | None) -> None:
         return
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
-        (bool(config.hisparse), "--hisparse", "pages that are in host memory are those of one GPU"),
-        (config.compile_cache, "--compile-cache", "compiled code of a rank is not kept"),
-        (bool(config.watch_fidelity), "--watch-fidelity", "one rank sees its own heads alone"),
-        (is_foreign, "such weights", "only Transformers unpacks them, as a whole"),
-    )
+        (
+            bool(config.hisparse), "--hisparse",
+            "pages that are in host memory are those of one GPU; leave it out: several GPUs have room for more pages",
+        ),
+        (
+            config.compile_cache, "--compile-cache",
+            "compiled code of a rank is not kept; leave it out: kernels that Triton compiled are kept anyway",
+        ),
+        (
+            bool(config.watch_fidelity), "--watch-fidelity",
+            "one rank sees its own heads alone; nibble eval and nibble certify measure with --tp",
+        ),
+        (
+            is_foreign, "such weights",
+            "only Transformers unpacks them, as a whole; choose a checkpoint in another format, or quantise one that is "
+            "not quantised as it loads (--weights)",
+        ),
+    )  # fmt: skip
     for is_asked, what, why in refusals:
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")

@@ -107,8 +107,7 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     note, num_done = partial(STEPS.pack_into, counts, at), 0
     try:
         start = connection.recv()
-        note(1, num_done)
-        follower = Follower(start, _connect(start, rank, size))
+        follower = Follower(start, _connect(start, rank, size, note))
         note(1, num_done := 1)
         while (command := connection.recv()).name != "stop":
             assert isinstance(command, Command)
@@ -127,8 +126,8 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     os._exit(0)
 
 
-def _connect(start: Start, rank: int, size: int) -> Rank:
-    """Return this rank, connected with the others."""
+def _connect(start: Start, rank: int, size: int, note: Callable[[int, int], None]) -> Rank:
+    """Return this rank, connected with the others, who wait until it notes that it is about to."""
     import torch
 
     from nibble.kernels.collectives import register
@@ -141,6 +140,7 @@ def _connect(start: Start, rank: int, size: int) -> Rank:
         torch.set_num_threads(start.threads)
     if not is_cpu:
         torch.cuda.set_device(device)
+    note(1, 0)
     group = connect(store("127.0.0.1", start.port, rank, size), rank, size, device)
     return Rank(Shard(rank, size), group, register(group), str(device))
 

@@ -182,12 +182,19 @@ class Ranks:
         device = torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
         shared = store("127.0.0.1", 0, 0, self.size)
         self._send(message(shared.port))
+        self._await_others()
         try:
             group = connect(shared, 0, self.size, device)
         except Exception as error:  # of all kinds: a rank may have ended
             raise self.explained(error) from error
         self.here = Rank(Shard(0, self.size), group, register(group), str(device))
         return self.here
+
+    def _await_others(self) -> None:
+        """Wait until all are about to connect; what waits for one that ended would do so for minutes, Ctrl-C or not."""
+        while any(COUNT.unpack_from(self._map, COUNT.size * rank)[0] == 0 for rank in self._processes):
+            self.check()
+            time.sleep(POLL_S / 20)
 
     def compute(self, numbers: StepNumbers) -> None:
         """Let the other ranks compute a step."""
@@ -372,14 +379,15 @@ class Ranks:
         if self._closing.is_set():
             return
         self._closing.set()
-        if not self.failure:
-            for connection in self._connections.values():
-                with suppress(OSError):
-                    connection.send(Command("stop"))
-        until = time.monotonic() + STOP_S
+        # Others are in the middle of something, and do not read what is sent.
+        asks = self.is_serving and not self.failure
+        for connection in self._connections.values() if asks else ():
+            with suppress(OSError):
+                connection.send(Command("stop"))
+        until = time.monotonic() + (STOP_S if asks else 0.0)
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()) if not self.failure else 0.0)
+                process.wait(max(0.0, until - time.monotonic()))
             if process.poll() is None:
                 process.kill()
             process.wait()
