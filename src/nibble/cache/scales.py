@@ -312,7 +312,9 @@ def _parse_peer(data: dict[str, Any], path: Path) -> list[dict[int, StreamScale]
     ]
 
 
-def _merge(ranks: Sequence[Mapping[int, StreamScale]], path: Path, tp: int, kv_heads: Sequence[int]) -> KVScales:
+def _merge(
+    ranks: Sequence[Mapping[int, StreamScale]], path: Path, tp: int, kv_heads: Sequence[int]
+) -> KVScales:
     """Return the scales of a file of several ranks: each rank here has the largest of those that had its heads.
 
     A larger scale holds all values that a smaller one does.

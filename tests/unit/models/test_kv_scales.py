@@ -253,7 +253,9 @@ class TestFiles:
         assert of_rank(4, 2, 2) == pytest.approx((0.4, 0.2, 0.03))
 
     def test_tensor_parallel_ranks_that_do_not_fit(self, tmp_path: Path) -> None:
-        with pytest.raises(ScaleError, match="has scales for 4 tensor-parallel ranks, whose heads are not those of 3"):
+        with pytest.raises(
+            ScaleError, match="has scales for 4 tensor-parallel ranks, whose heads are not those of 3"
+        ):
             scales.load(write(tmp_path, peer(ranks=4)), LAYERS, 3, (12,) * LAYERS)
         data = peer(ranks=2)
         data["kv_cache"]["scaling_factor"]["1"] = {"0": 1.0}
