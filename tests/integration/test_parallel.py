@@ -246,8 +246,9 @@ def test_what_rank_0_fails_in_is_no_matter_of_its_connections(
     monkeypatch.setattr(ranks_of_engine, "memory_kills", lambda: ranks_of(divided)._memory_kills + 1)
     with subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) as process:
         process.wait()
-    said = failure(process)  # type: ignore[arg-type]
-    assert said == "was killed by signal 9; memory was short, and the system killed a process for it"
+    assert (
+        failure(process) == "was killed by signal 9; memory was short, and the system killed a process for it"
+    )
 
 
 def test_what_every_rank_refuses_is_said_as_on_one_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def load(path: Path, layers: int, tp: int = 1, kv_heads: Sequence[int] = ()) -> 
 
 
 def _parse_peer(data: dict[str, Any], path: Path) -> list[dict[int, StreamScale]]:
-    """Parse `{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`, by rank."""
+    """Return scales by rank of `{"kv_cache": {"dtype": ..., "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
     try:
         stored, dtype = data["kv_cache"]["scaling_factor"], data["kv_cache"].get("dtype") or "float8_e4m3fn"
         by_rank = {
@@ -289,7 +289,7 @@ def _parse_peer(data: dict[str, Any], path: Path) -> list[dict[int, StreamScale]
             for rank, layers in stored.items()
         }
         ranks = [by_rank[rank] for rank in range(len(by_rank))]
-        ranks[0]  # noqa: B018 (there must be one)
+        first = ranks[0]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ScaleError(
             f'{path}: neither "schema": "{SCHEMA}" nor the form {{"kv_cache": {{"scaling_factor": {{"0": '
@@ -301,7 +301,7 @@ def _parse_peer(data: dict[str, Any], path: Path) -> list[dict[int, StreamScale]
             f"{path} has scales for kv_cache.dtype {dtype!r}, and Nibble reads those for "
             f"{' and '.join(_PEER_LIMITS)}; measure others with --kv-scales calibrate"
         )
-    if unlike := [rank for rank, layers in enumerate(ranks) if layers.keys() != ranks[0].keys()]:
+    if unlike := [rank for rank, layers in enumerate(ranks) if layers.keys() != first.keys()]:
         raise ScaleError(f"{path}: tensor-parallel rank {unlike[0]} has scales for other layers than rank 0")
     return [
         {
@@ -322,12 +322,12 @@ def _merge(
     count = len(ranks)
     if count % tp and tp % count:
         raise ScaleError(
-            f"{path} has scales for {count} tensor-parallel ranks, whose heads are not those of {tp}: choose a --tp that "
-            f"divides {count} or is a multiple of it, measure scales with --kv-scales calibrate, or name a file for {tp}"
+            f"{path} has scales for {count} tensor-parallel ranks, whose heads are not those of {tp}: choose a --tp "
+            f"that divides {count} or is a multiple of it, or measure scales with --kv-scales calibrate"
         )
 
     def merged(layer: int) -> StreamScale:
-        values = [rank[layer].value for rank in ranks]
+        values = [_largest(rank[layer]) for rank in ranks]
         # Of each rank here, those of the file that had its heads.
         own = [
             max(values[rank * count // tp : max((rank + 1) * count // tp, rank * count // tp + 1)])
@@ -404,5 +404,8 @@ def file_size(layout: CacheLayout) -> int:
 
 def _amax(scale: StreamScale) -> float:
     # The file has one number a stream, so the largest head decides.
-    value = max(scale.value) if isinstance(scale.value, tuple) else scale.value
-    return value * (scale.limit or 1.0)
+    return _largest(scale) * (scale.limit or 1.0)
+
+
+def _largest(scale: StreamScale) -> float:
+    return max(scale.value) if isinstance(scale.value, tuple) else scale.value

@@ -51,8 +51,8 @@ def check(config: Config, weights: Weights | None) -> None:
         ),
         (
             is_foreign, "such weights",
-            "only Transformers unpacks them, as a whole; choose a checkpoint in another format, or quantise one that is "
-            "not quantised as it loads (--weights)",
+            "only Transformers unpacks them, as a whole; choose a checkpoint in another format, or quantise one in "
+            "BF16 as it loads (--weights)",
         ),
     )  # fmt: skip
     for is_asked, what, why in refusals:

@@ -84,8 +84,10 @@ def load(
     quantization = online.quantization_to(weights) if weights else None
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
-    seen, whole = set[str](), getattr(torch, dtype) if division else None
-    source = partial(_source, config, path, torch.device(device), handling, packer, quantization, seen, whole)
+    places, whole = set[str](), getattr(torch, dtype) if division else None
+    source = partial(
+        _source, config, path, torch.device(device), handling, packer, quantization, places, whole
+    )
     model = _read(source, model_spec, path, dtype, division)
     if packer:
         set_packed(model, packer)
@@ -95,25 +97,33 @@ def load(
             del model  # two would not fit
             model = _read(source, model_spec, path, dtype, division)
             set_packed(model, packer)
-            if names := packer.forget():
-                raise WeightError(
-                    f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
-                )
+            if names := ", ".join(sorted(packer.forget())):
+                raise WeightError(f"no module of the model has the quantised matrices {names}")
     model = model.to(device)
     if next(model.parameters()).is_cuda:
         # What experts were put together of, which other memory could not use.
         torch.cuda.empty_cache()
-    if quantization and division:
-        _require_quantized(model, quantization, seen)
-    elif quantization:
-        quantize_linears(model, quantization, packer)
+    if quantization:
+        _quantize_others(model, quantization, packer, places if division else None)
     return model
 
 
-def _require_quantized(model: nn.Module, quantization: Quantization, seen: set[str]) -> None:
-    """Raise ConfigError where a layer of a divided model was not quantised as a whole, before it was divided."""
+def _quantize_others(
+    model: nn.Module, quantization: Quantization, packer: Packer | None, places: set[str] | None
+) -> None:
+    """Quantise layers that were not as they were read; raise ConfigError where there are any of a divided model.
+
+    Args:
+        model: on the device.
+        quantization: which layers, and how.
+        packer: for packed layers.
+        places: of what was quantised as a whole, before it was divided; None where nothing is.
+    """
+    if places is None:
+        quantize_linears(model, quantization, packer)
+        return
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and quantization.format_of(name) and online.place(name) not in seen:
+        if type(module) is nn.Linear and quantization.format_of(name) and online.place(name) not in places:
             raise ConfigError(
                 f"--weights {quantization.kind} with --tp is not served for this model: {name} is put together of "
                 "tensors with other names; leave --weights out, or name a checkpoint that is quantised already"
@@ -188,13 +198,13 @@ def _source(
     handling: Handling,
     packer: Packer | None,
     quantization: Quantization | None,
-    seen: set[str],
+    places: set[str],
     whole: torch.dtype | None,
     files: ExitStack,
 ) -> Source:
     """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
 
-    Transformers reads files of PyTorch, and weights that only it unpacks. `seen` takes the places of matrices that are
+    Transformers reads files of PyTorch, and weights that only it unpacks. `places` takes those of matrices that are
     quantised as they are read; `whole` is the compute dtype where all are, as a rank needs a part of what is.
     """
     folder, entry = download(path), quantization_entry(config)
@@ -202,7 +212,7 @@ def _source(
         if entry or not weight_files(folder):
             return path, config, None
         if quantization and (packer or whole):
-            format, is_chosen = _choice(config, quantization, seen)
+            format, is_chosen = _choice(config, quantization, places)
             return None, config, quantized(folder, format, is_chosen, files, packer, device, whole)
         return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
@@ -213,7 +223,7 @@ def _source(
 
 
 def _choice(
-    config: PretrainedConfig, quantization: Quantization, seen: set[str]
+    config: PretrainedConfig, quantization: Quantization, read: set[str]
 ) -> tuple[MatrixFormat, Callable[[str], bool]]:
     """Return how linear layers are quantised as they load, and whether a module of the checkpoint seems to be one.
 
@@ -227,7 +237,7 @@ def _choice(
 
     def is_chosen(name: str) -> bool:
         place = online.place(name)
-        seen.update({place} & places)
+        read.update({place} & places)
         return place in places
 
     return quantization.rules[0].format, is_chosen
