@@ -159,7 +159,7 @@ GRAMMAR_POLL_MS = 2
 GRAMMAR_THREADS = 4
 RANK_GRACE_S = 0.3
 """How long the engine's thread has to end the process once a rank has failed."""
-LINGER_S = 0.1
+LINGER_S = 0.3
 """Given to the last message of a process that ends at once."""
 
 
