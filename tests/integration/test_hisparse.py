@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +21,12 @@ from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.plan import plan_engine
+from nibble.engine.rank import Follower
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import LATENTS
+from thread_ranks import ThreadRanks, threads_as_ranks
 from tiny import MLA, SPARSE, save_tiny
 
 TEXT = "".join(map(chr, range(32, 127))) * 4
@@ -92,6 +94,35 @@ def test_the_answers_are_those_without_it(
     assert answers(hot, asked) == expected, "prefixes come back from the host"
     assert tier.residency.stats.loaded > 20
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
+
+
+@pytest.fixture(scope="module")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `model`, without experts, so that ranks compute the very bits of one."""
+    changes = {**SPARSE, "mlp_layer_types": ["dense"] * 3}
+    path = save_tiny(tmp_path_factory.mktemp("dense"), "glm_moe_dsa", **changes)
+    LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([TEXT], save=path / "scales.json")
+    return path
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "nvfp4"])
+def test_each_rank_has_a_host_tier(dense_model: Path, kv_format: str) -> None:
+    options: dict[str, Any] = {"kv_format": kv_format, "kv_window": 0, "deterministic": True}
+    asked = prompts(6)
+    expected = answers(llm(dense_model, **options), asked)
+    with threads_as_ranks(), closing(tight(dense_model, tp=2, **options)) as hot:
+        assert answers(hot, asked) == expected
+        assert answers(hot, asked) == expected, "prefixes come back from the host"
+        assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.residency.stats.loaded > 20
+        (follower,) = cast(ThreadRanks, hot.engine.ranks).followers.values()
+        assert follower.runner.tier and follower.runner.tier.lookup_counts == hot.tier.lookup_counts
+
+
+def test_a_rank_that_saves_nothing_is_noticed(dense_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Follower, "save", lambda self, copies: None)
+    asked, options = prompts(6), {"kv_format": "fp8_ds_mla", "deterministic": True}
+    with threads_as_ranks(), closing(tight(dense_model, tp=2, **options)) as hot:
+        assert answers(hot, asked) != answers(llm(dense_model, **options), asked)
 
 
 def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
