@@ -28,6 +28,7 @@ from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import LATENTS
 from thread_ranks import ThreadRanks, threads_as_ranks
 from tiny import MLA, SPARSE, save_tiny
+from toys.oracle_drafter import oracle
 
 TEXT = "".join(map(chr, range(32, 127))) * 4
 CONTEXT = 400
@@ -94,6 +95,55 @@ def test_the_answers_are_those_without_it(
     assert answers(hot, asked) == expected, "prefixes come back from the host"
     assert tier.residency.stats.loaded > 20
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
+
+
+@pytest.mark.parametrize(("kv_format", "window"), [("bf16", 0), ("nvfp4_ds_mla", 20)])
+def test_drafts_of_requests_without_a_hot_buffer(
+    model: Path, kv_format: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are wrong, so pages that were reserved for them are given back while others go to the host and back."""
+    monkeypatch.setattr(window_memory, "EXACT_SHARE", 0.9)
+    asked, options = prompts(6), {"kv_format": kv_format, "kv_window": window}
+    expected = answers(llm(model, **options), asked)
+    known = {tuple(prompt): answer for prompt, answer in zip(asked, expected, strict=True)}
+    with oracle(known, wrong=0.3) as drafter:
+        hot = tight(model, speculative=drafter, speculative_tokens="3", **options)
+        drafted: list[bool] = []
+        schedule = hot.engine.scheduler.schedule
+
+        def noted(*arguments: Any) -> Any:
+            batch = schedule(*arguments)
+            for item in batch.scheduled if batch else ():
+                assert not (item.drafts and item.request.lease.hot_frames), "a hot buffer is for one token"
+                drafted.append(bool(item.drafts))
+            hot.engine.scheduler.check_integrity()
+            return batch
+
+        monkeypatch.setattr(hot.engine.scheduler, "schedule", noted)
+        for _ in range(2):
+            assert answers(hot, asked) == expected
+        assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.residency.stats.loaded > 20
+        assert drafted.count(True) > 20 < drafted.count(False)
+        assert hot.engine.speculation
+        counts = hot.engine.speculation.counts
+        assert 20 < counts.accepted < counts.drafted - 5
+
+
+def test_a_page_of_drafts_is_not_saved(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it were, tokens that were taken back would come back from the host."""
+    backup = HotBuffers.backup
+    offered: list[tuple[int, int]] = []
+
+    def noted(tier: HotBuffers, leases: Any, save: Any) -> None:
+        all_leases = list(leases)
+        offered.extend((count, lease.num_reserved_tokens) for lease, count in all_leases)
+        backup(tier, all_leases, save)
+
+    monkeypatch.setattr(HotBuffers, "backup", noted)
+    asked = prompts(4)
+    with oracle({tuple(prompt): (0,) * 40 for prompt in asked}, wrong=1.0) as drafter:
+        answers(tight(model, kv_format="bf16", speculative=drafter, speculative_tokens="3"), asked)
+    assert max(reserved - count for count, reserved in offered) == 3
 
 
 @pytest.fixture(scope="module")

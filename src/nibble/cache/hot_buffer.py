@@ -302,7 +302,7 @@ class HotBuffers:
         A lease that fits into a hot buffer is never offloaded, so nothing of it is saved.
 
         Args:
-            leases: leases of that step, with the tokens that each has stored after it.
+            leases: leases of that step, with the tokens that each has stored after it whatever becomes of drafts.
             save: launches the copies; if None, save() of this device alone.
         """
         copies: dict[int, int] = {}

@@ -132,8 +132,9 @@ class ModelRunner:
         followers = self.followers
         logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
         if self.tier:
-            # After the launch, so that pages are saved while the step runs.
-            self.tier.backup(((item.request.lease, item.end) for item in scheduled), self.save)
+            # After the launch, so that pages are saved while the step runs; those with drafts may be written again.
+            settled = ((item.request.lease, item.end - len(item.drafts)) for item in scheduled)
+            self.tier.backup(settled, self.save)
         return logits
 
     def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
