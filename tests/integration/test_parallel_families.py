@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from families import TOLERANCE, VOCAB, tiny_model
-from nibble import LLM, ConfigError
+from nibble import LLM, ConfigError, NibbleError
 from nibble.config import Config
 from nibble.evals.certify import certify
 from nibble.evals.report import Sizes
@@ -259,6 +259,30 @@ def test_a_matrix_is_quantised_before_it_is_divided(
     monkeypatch.setattr(pack, "part_of", part_first)
     with served(online, 2, **options) as llm:
         assert float((llm.logits(IDS) - logits[0]).abs().max()) > 10 * TOLERANCE
+
+
+def test_experts_are_quantised_before_they_are_divided(tmp_path: Path, paths: dict[str, Path]) -> None:
+    """Of a checkpoint that has them one by one; where they lie in one tensor they are not packed."""
+    shapes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "hidden_size": 128}
+    one_by_one = save_model(tmp_path / "moe", "qwen3_moe", initializer_range=0.05, **shapes)
+    options = {"kv_format": "fp32", "kv_memory": "1MiB", "weights": "nvfp4", "quantized_weights": "packed"}
+    logits = []
+    for tp in (1, 2):
+        with served(one_by_one, tp, **options) as llm:
+            assert packed_matrices(llm.engine.runner.model)
+            logits.append(llm.logits(IDS))
+    assert float((logits[1] - logits[0]).abs().max()) < TOLERANCE
+    together = saved(paths, "gpt_oss")
+    with (
+        pytest.raises(NibbleError, match="experts that lie in one tensor are not divided"),
+        served(together, 2, **options),
+    ):
+        pass
+    options |= {"quantized_weights": "unpacked"}
+    with served(together, 1, **options) as llm:
+        expected_TV = llm.logits(IDS)
+    with served(together, 2, **options) as llm:
+        assert float((llm.logits(IDS) - expected_TV).abs().max()) < TOLERANCE
 
 
 # What else goes over all ranks

@@ -38,12 +38,8 @@ def check(config: Config, weights: Weights | None) -> None:
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
         (
-            bool(config.hisparse), "--hisparse",
-            "pages that are in host memory are those of one GPU; leave it out: several GPUs have room for more pages",
-        ),
-        (
             config.compile_cache, "--compile-cache",
-            "compiled code of a rank is not kept; leave it out: kernels that Triton compiled are kept anyway",
+            "compiled code of a rank is not kept; kernels that Triton compiled are, without this option",
         ),
         (
             bool(config.watch_fidelity), "--watch-fidelity",

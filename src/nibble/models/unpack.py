@@ -30,15 +30,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
 from nibble.kernels.quantized_linear.quantize import rounded
-from nibble.models import pack
+from nibble.models import online, pack
+from nibble.models.experts import single_matrices
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
+from nibble.models.online import Choice
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
 from nibble.models.placement import PlacedSlice, place, release
-from nibble.models.quantization import W4AFP8, MatrixFormat
+from nibble.models.quantization import W4AFP8
 from nibble.models.shards import PartOfWhole, Split
 
 WORD, HALF_BLOCK = 32, 16
@@ -101,7 +103,9 @@ class _Slice:
         read, split = self._spelling.pack, self._split
         if read and split:
             read = partial(pack.part_of, read, split)
-        return self._packer.placeholder(self._parts, read) if self._packer and read else None
+        if self._packer is None or read is None:
+            return None
+        return self._packer.placeholder(self._parts, read, is_transposed=self._spelling.is_transposed)
 
 
 def unpacked(
@@ -153,47 +157,85 @@ def unpacked(
 
 def quantized(
     folder: Path,
-    format: MatrixFormat,
-    is_chosen: Callable[[str], bool],
+    choice: Choice,
     stack: ExitStack,
     packer: Packer | None,
     device: torch.device,
-    whole: torch.dtype | None = None,
+    whole: torch.dtype | None,
+    places: set[str],
 ) -> dict[str, Any]:
     """Return an unquantised checkpoint's tensors by name: chosen matrices quantised when they are read, and kept.
 
     Args:
         folder: With safetensors files.
-        format: Of the quantised matrices.
-        is_chosen: Whether the matrix of a module is quantised, by its name in the checkpoint.
+        choice: Which matrices.
         stack: Keeps the files open.
         packer: Keeps matrices, and gives placeholders for them.
         device: Where they shall be.
         whole: The compute dtype, where those that are not kept are rounded to the format as they are read; None: they
             are read as they are.
+        places: Takes those of the modules that are quantised so (online.place()).
+
+    Raises:
+        ConfigError: A rank needs a part of what is packed as one.
     """
     lock, tensors = Lock(), dict[str, Any]()
-
-    def values(parts: Parts) -> Tensor:
-        # What turned out to be no matrix of a linear layer is none of those that are rounded.
-        if whole is None or format.packed is None or (packer and parts.name in packer.plain):
-            return parts["weight"]
-        weight_NK = parts["weight"].to(device, whole)
-        pack.require_finite(parts.name, weight_NK)
-        return rounded(weight_NK, format.packed, format.block_rows)
-
-    spelling = _Spelling("weight", values, partial(pack.plain, format, packer) if packer else None)
     for path in weight_files(folder):
         file = stack.enter_context(safe_open(path, "pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dict)
+            stored, spelling = file.get_slice(name), _plain_spelling(name, choice, packer, device, whole)
             module, end = _split(name)
-            stored = file.get_slice(name)
             parts = Parts(name, {end: stored}, {})
-            is_matrix = end == spelling.codes and is_chosen(module)
+            places |= {online.place(module)} if spelling else set()
             tensors[name] = (
-                _Slice(parts, spelling, lock, device, packer) if is_matrix else PlacedSlice(stored, device)
+                _Slice(parts, spelling, lock, device, packer) if spelling else PlacedSlice(stored, device)
             )
     return tensors
+
+
+def _plain_spelling(
+    name: str, choice: Choice, packer: Packer | None, device: torch.device, whole: torch.dtype | None
+) -> _Spelling | None:
+    """Return how a plain tensor is quantised, None where it is not; see quantized()."""
+    module, end = _split(name)
+    is_transposed = choice.experts.get(online.place(name))
+    is_matrix = end == "weight" and choice.is_matrix(module)
+    if not is_matrix and is_transposed is None:
+        return None
+    if packer and whole and not is_matrix:
+        raise ConfigError(
+            f"--weights with --tp is not served for {name}: experts that lie in one tensor are not divided once they "
+            "are quantised; unpack them (--quantized-weights unpacked), or name a checkpoint that is quantised already"
+        )
+
+    def values(parts: Parts) -> Tensor:
+        # What turned out to be no matrix of the model is none of those that are rounded.
+        if whole is None or (packer and parts.name in packer.plain):
+            return parts[end]
+        return _as_quantized(
+            parts.name, parts[end].to(device, whole), choice, is_transposed=bool(is_transposed)
+        )
+
+    if packer is None:
+        return _Spelling(end, values, None, bool(is_transposed))
+    if is_matrix:
+        return _Spelling(end, values, partial(pack.plain, choice.format, packer))
+    read = partial(pack.plain_experts, choice.format, packer, bool(is_transposed))
+    return _Spelling(end, values, read, bool(is_transposed))
+
+
+def _as_quantized(name: str, weight: Tensor, choice: Choice, *, is_transposed: bool) -> Tensor:
+    """Return a matrix, or those of all experts, with the errors of a format."""
+    format = choice.format
+    assert format.packed
+    pack.require_finite(name, weight)
+    if weight.dim() == 2:
+        return rounded(weight, format.packed, format.block_rows)
+    weight_E = weight.clone()
+    for x_ENK in single_matrices(name, weight_E, is_transposed=is_transposed):
+        for x_NK in x_ENK:
+            x_NK.copy_(rounded(x_NK, format.packed, format.block_rows))
+    return weight_E
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -377,6 +419,8 @@ class _Spelling:
     unpack: Callable[[Parts], Tensor]
     pack: Reader | None = None
     """Reads it as it is kept on a device, where it can be."""
+    is_transposed: bool = False
+    """Whether it is a matrix of each expert, with inputs before outputs."""
 
 
 def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling | None:
@@ -388,7 +432,7 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
     """
     spelling = None
     if "_blocks" in dtypes:
-        spelling = _Spelling("_blocks", _experts_mxfp4, pack.experts_mxfp4)
+        spelling = _Spelling("_blocks", _experts_mxfp4, pack.experts_mxfp4, is_transposed=True)
     elif "qweight" in dtypes:
         is_awq = config.get("quant_method") == "awq"
         spelling = _Spelling("qweight", *((_awq, pack.awq) if is_awq else (_gptq, pack.gptq)))
