@@ -1,7 +1,7 @@
 """Python's garbage collection, paused where millions of objects are made that stay.
 
 Importing torch and Transformers, and compiling a model, make so many that the collector walks all of them again and
-again, and finds little. It is a seventh of the time of imports, and a fourteenth of that of compiling.
+again, and finds little. It is a seventh of the time of imports, and a tenth of that of compiling.
 """
 
 from __future__ import annotations
