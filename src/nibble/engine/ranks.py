@@ -48,7 +48,7 @@ STEP_S = 600.0
 POLL_S = 0.05
 STOP_S, KILL_S = 5.0, 0.2
 """Given to a rank to end by itself."""
-EXPLAIN_S = 2.0
+EXPLAIN_S = 10.0
 """How long a failed collective waits for the reason."""
 COUNT = struct.Struct("qq")
 """What a rank notes: messages that it has taken up, and those that it has done."""
@@ -275,7 +275,6 @@ class Ranks:
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
-            # None is left as a zombie.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_S)
         if self.here and self.device != "cpu":
@@ -284,6 +283,10 @@ class Ranks:
                 self.here.group.close(abort=True)  # type: ignore[attr-defined]
         if self.on_failure:
             self.on_failure(self.failure)
+        for process in self._processes.values():
+            # None is left as a zombie, also on a machine that takes its time to end a process.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
 
     def close(self) -> None:
         """End the other ranks; none is left afterwards."""
