@@ -24,14 +24,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from nibble import threads
 from nibble.attention.planner.evidence import LedgerEntry, update_ledger
 from nibble.errors import PLAN, set_caller
 from nibble.models import observations
 
-settings.register_profile("nibble", derandomize=True, deadline=None)
+settings.register_profile(
+    "nibble", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
 set_caller(PLAN)  # as the command line has them, where most tests come from
