@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, cycle
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,7 @@ from nibble.kernels.recurrence import (
 )
 from nibble.kernels.recurrence import triton as any_cut
 from nibble.kernels.state_formats import BLOCK, FORMATS
+from pairs import rotated
 
 pytestmark = [
     pytest.mark.skipif(
@@ -136,21 +137,18 @@ STORED = (*((name, torch.bfloat16) for name in FORMATS), ("fp32", torch.float32)
 """Formats of matrices with types of rows."""
 
 
-def rotated(
+def stored_in(
     names: Sequence[str], stored: Sequence[tuple[str, torch.dtype]], count: int
 ) -> pytest.MarkDecorator:
-    """Parametrise by cases with formats and types: the first case with all, each other with the next so many."""
-    pairs = [(names[0], *each) for each in stored]
-    turns = cycle(stored)
-    pairs += [(name, *next(turns)) for name in names[1:] for _ in range(count)]
+    """Parametrise by cases, and formats and types in turn."""
     values = [
         pytest.param(CASES[name], format, dtype, id=f"{name}-{format}-{dtype}")
-        for name, format, dtype in pairs
+        for name, (format, dtype) in rotated(names, stored, count)
     ]
     return pytest.mark.parametrize(("case", "format", "dtype"), values)
 
 
-@rotated((*MATRICES, "selective"), STORED, 3)
+@stored_in((*MATRICES, "selective"), STORED, 3)
 def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torch.dtype) -> None:
     rows = rows_of(case, dtype)
     expected, _ = defined(case, rows, format, dtype)
@@ -168,7 +166,7 @@ def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torc
         assert torch.equal(x[:places].float(), y[:places].float())
 
 
-@rotated(
+@stored_in(
     (*MATRICES, "delta, no beta"),
     (("fp32", torch.bfloat16), ("fp8", torch.bfloat16), ("int8", torch.float32), ("bf16", torch.float32)),
     2,
