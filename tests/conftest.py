@@ -6,7 +6,6 @@ conformance suite, and the kernels' tests, see a GPU.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -42,9 +41,7 @@ set_caller(PLAN)  # as the command line has them, where most tests come from
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays, so that no collection of garbage goes through it; and so does Triton, if it is."""
-    gc.collect()
-    gc.freeze()
+    """Kernels are in modules of tests by now, or in none."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         import fast_interpreter
 
