@@ -27,6 +27,10 @@ from nibble.errors import RequestError
 from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
 
+# Five seconds by default, which an answer of a busy machine may take longer than.
+for name in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, 300.0)
+
 PORTS = range(20000, 32000)
 """Below those that the system gives to connections, any of which could take a port before its server does."""
 
