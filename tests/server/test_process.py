@@ -157,13 +157,15 @@ def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_
 
 
 PARENT = """
-import json, subprocess, sys, time
+import json, pathlib, subprocess, sys, time
 engine = subprocess.Popen([sys.executable, "-m", "nibble.server.worker", sys.argv[1], "text"], stdin=subprocess.PIPE,
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 engine.stdin.write(json.dumps({"model": "demo"}).encode())
 engine.stdin.close()
 print(engine.pid, flush=True)
-time.sleep(4)
+maps = pathlib.Path(f"/proc/{engine.pid}/maps")
+while engine.poll() is None and "libtorch" not in maps.read_text():  # it is loaded when the engine is being made
+    time.sleep(0.05)
 """
 
 
