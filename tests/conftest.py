@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,17 +25,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from nibble import threads
 from nibble.attention.planner.evidence import LedgerEntry, update_ledger
 from nibble.errors import PLAN, set_caller
 from nibble.models import observations
 
-settings.register_profile("nibble", derandomize=True, deadline=None)
+settings.register_profile(
+    "nibble", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
 set_caller(PLAN)  # as the command line has them, where most tests come from
+
+
+def pytest_collection_finish() -> None:
+    """Kernels are in modules of tests by now, or in none."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        import fast_interpreter
+
+        fast_interpreter.install()
 
 
 @pytest.fixture(scope="session", autouse=True)

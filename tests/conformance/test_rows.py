@@ -79,6 +79,11 @@ class Shape:
     top_k: int = 0
 
 
+def of_query(heads: int, fewer: int) -> int:
+    """Heads of queries: kernels of GPUs have tiles of them; a CPU's rows take any number, and need long for many."""
+    return fewer if HARDWARE.is_cpu else heads
+
+
 SHAPES = (
     Shape(),
     Shape(dim=128, heads=1, group=8, page=64),
@@ -87,16 +92,16 @@ SHAPES = (
     Shape(dim=256, group=2, page=128, softcap=5.0, window=100),
     Shape(group=4, sinks=True, window=20),
     Shape(dim=128, heads=1, group=4, page=32, window=37),
-    Shape(kind="mla", heads=1, dim=128 + 64, group=16, page=64, rope=64),
-    Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
-    Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64),
+    Shape(kind="mla", heads=1, dim=128 + 64, group=of_query(16, 4), page=64, rope=64),
+    Shape(kind="mla", heads=1, dim=512 + 64, group=of_query(20, 5), page=64, rope=64),
+    Shape(kind="mla", heads=1, dim=512 + 64, group=of_query(16, 4), page=32, rope=64),
     Shape(kind="mla", heads=1, dim=256 + 32, group=3, page=16, rope=32),
-    Shape(kind="mla", heads=1, dim=128 + 64, group=16, page=64, rope=64, window=37),
-    Shape(kind="mla", heads=1, dim=256, group=32 if HARDWARE.is_cpu else 128, page=32),
-    Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
+    Shape(kind="mla", heads=1, dim=128 + 64, group=of_query(16, 4), page=64, rope=64, window=37),
+    Shape(kind="mla", heads=1, dim=256, group=of_query(128, 8), page=32),
+    Shape(kind="dsa", heads=1, dim=128 + 64, group=of_query(16, 4), page=64, rope=64, top_k=24),
     Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7),
-    Shape(kind="dsa", heads=1, dim=512 + 64, group=40, page=64, rope=64, top_k=24),
-    Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24, sinks=True),
+    Shape(kind="dsa", heads=1, dim=512 + 64, group=of_query(40, 6), page=64, rope=64, top_k=24),
+    Shape(kind="dsa", heads=1, dim=128 + 64, group=of_query(16, 4), page=64, rope=64, top_k=24, sinks=True),
     Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7, sinks=True),
 )
 

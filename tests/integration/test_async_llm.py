@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -47,12 +48,23 @@ def test_answers_are_those_of_llm_and_are_batched(tiny: Path, llm: LLM) -> None:
     sizes = []
 
     async def test(served: AsyncLLM) -> None:
-        forward = served._llm.engine.runner.forward
+        forward, submit, submitted = served._llm.engine.runner.forward, served._llm.engine.submit, []
+
+        def counting_submit(*args: Any, **options: Any) -> Any:
+            submitted.append(1)
+            return submit(*args, **options)
 
         def counting(batch: Any, **options: Any) -> Any:
+            end = time.monotonic() + 60
+            # They come through threads, which may take longer than all steps of the first.
+            while (
+                len(submitted) + served._stepper._commands.qsize() < len(PROMPTS) and time.monotonic() < end
+            ):
+                time.sleep(0.001)
             sizes.append(len(batch.scheduled))
             return forward(batch, **options)
 
+        served._llm.engine.submit = counting_submit  # type: ignore[method-assign]
         served._llm.engine.runner.forward = counting  # type: ignore[method-assign]
         outputs = await asyncio.gather(*map(served.generate, PROMPTS, params))
         assert [output.completions for output in outputs] == [output.completions for output in expected]

@@ -50,7 +50,8 @@ def test_twenty_opens_and_closes_do_not_grow(tiny: Path) -> None:
     for i in range(OPENS):
         _, parts = used(tiny, **kinds[i % 2])
         assert all(part() is None for part in parts), f"open {i} left something behind"
-    assert live_tensors() == before
+    # What tests before this one left in caches may have gone meanwhile.
+    assert all(now <= then for now, then in zip(live_tensors(), before, strict=True))
     # Each has a pool of 2 MiB and weights of 0.5 MiB.
     assert resident_bytes() - memory < OPENS * (1 << 20)
 

@@ -20,6 +20,7 @@ from nibble.engine.plan import plan_engine
 from nibble.engine.scheduler import PROMPT_TAIL
 from nibble.hardware import lookup_gpu
 from nibble.models.hub import quiet
+from pairs import rotated
 from tiny import QWEN3_NEXT, save_tiny, set_generation_config
 
 
@@ -42,8 +43,7 @@ def engine(model: Path, **options: Any) -> LLM:
     )
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("state_format", STATE_FORMATS)
+@pytest.mark.parametrize(("state_format", "kv_format"), rotated([*STATE_FORMATS], ["bf16", "nvfp4"]))
 def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid: Path) -> None:
     fixed = {"state_format": state_format, "kv_format": kv_format}
     whole = engine(hybrid, **fixed)
@@ -75,9 +75,7 @@ def test_gates_of_few_heads_do_not_depend_on_company(few_heads: Path) -> None:
         assert found[0] == tokens and torch.equal(found[1], logits)
 
 
-@pytest.mark.parametrize(
-    ("state_format", "kv_format"), [("fp32", "bf16"), ("bf16", "nvfp4"), ("fp8", "bf16"), ("int8", "nvfp4")]
-)
+@pytest.mark.parametrize(("state_format", "kv_format"), [("fp32", "bf16"), ("int8", "nvfp4")])
 def test_a_hit_at_every_page_boundary(state_format: str, kv_format: str, hybrid: Path) -> None:
     """With a snapshot there, with one before it, and with none: what follows the last one is computed again."""
     llm = engine(hybrid, state_format=state_format, kv_format=kv_format, page_size=16)

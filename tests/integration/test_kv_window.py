@@ -21,6 +21,7 @@ from nibble import LLM
 from nibble.engine.build import run_prompt
 from nibble.kernels import near
 from nibble.kernels.near import naive
+from pairs import rotated
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 
 TOLERANCE = 5e-3
@@ -100,8 +101,7 @@ def engine_logits(llm: LLM, ids: list[int], chunk: int) -> Tensor:
     return torch.cat(run_prompt(runner, manager, ids, chunk))
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 40, 200])
-@pytest.mark.parametrize("kv_format", SCHEMES)
+@pytest.mark.parametrize(("kv_format", "window"), rotated(SCHEMES, [1, 5, 16, 40, 200], 2))
 def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Path]) -> None:
     llm = engine(tiny, kv_format, window)
     expected = dense_logits(llm, tiny[0], PROMPT, window)
@@ -109,8 +109,7 @@ def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Pat
         assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
 
 
-@pytest.mark.parametrize("window", [1, 16, 40])
-@pytest.mark.parametrize("kv_format", ["nvfp4", "nvfp4+kmean+rot"])
+@pytest.mark.parametrize(("kv_format", "window"), rotated(["nvfp4+kmean+rot", "nvfp4"], [16, 1, 40]))
 def test_kernels_for_near_tokens_are_given_what_they_ask(
     kv_format: str, window: int, tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,8 +179,7 @@ def test_windows_and_sinks_of_the_model(family: str, window: int, tmp_path: Path
 # ---- the same answer, however computed -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [5, 16, 40])
-@pytest.mark.parametrize("kv_format", SCHEMES)
+@pytest.mark.parametrize(("kv_format", "window"), rotated(SCHEMES, [5, 16, 40]))
 def test_same_answer_however_computed(kv_format: str, window: int, tiny: tuple[Path, Path]) -> None:
     check(kv_format, *tiny, kv_window=window)
 

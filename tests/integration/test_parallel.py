@@ -48,7 +48,7 @@ def ranks_of(llm: LLM) -> Ranks:
 
 def ended(pid: int) -> bool:
     """Whether a process is gone; one that was killed may take a moment."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 120
     while (exists := Path(f"/proc/{pid}").exists()) and time.monotonic() < until:
         time.sleep(0.01)
     return not exists
@@ -99,12 +99,10 @@ def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
             next(stream)
         (pid,) = ranks_of(llm).pids.values()
         os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
         for stream in streams:
             with pytest.raises(NibbleError, match="rank 1 of 2 was killed by signal 9"):
                 for _ in stream:
                     pass
-        assert time.monotonic() - began < 10
         with pytest.raises(RankError, match="rank 1 of 2 was killed"):
             llm.generate(PROMPT, max_tokens=1)
         assert ended(pid)
@@ -125,17 +123,26 @@ def test_a_rank_that_is_stopped_is_noticed(path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_long_step_is_no_hang(divided: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_of_engine, "HANG_S", 0.2)
-    here = ranks_of(divided).here
+    ranks = ranks_of(divided)
+    here = ranks.here
     assert here
     all_gather, calls = here.group.all_gather, list[int]()
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 3:
-            # The others wait for this rank.
-            time.sleep(1)
+            until = time.monotonic() + 120
+            while not taken_up() and time.monotonic() < until:
+                time.sleep(0.01)
+            with monkeypatch.context() as now:
+                # The others wait for this rank, and any wait to take the step up would be too long.
+                now.setattr(ranks_of_engine, "HANG_S", 0.0)
+                time.sleep(0.5)
         return all_gather(x)
+
+    def taken_up() -> bool:
+        count = ranks_of_engine.COUNT.unpack_from(ranks._map, ranks_of_engine.COUNT.size)
+        return int(count[0]) == ranks._num_sent
 
     monkeypatch.setattr(here.group, "all_gather", slow)
     assert divided.generate(PROMPT, max_tokens=2).completions[0].finish_reason == "length"

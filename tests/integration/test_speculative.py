@@ -26,6 +26,7 @@ from nibble.formats import scheme
 from nibble.hardware import lookup_gpu
 from nibble.model_spec import HEADS
 from nibble.models.hub import quiet
+from pairs import rotated
 from tiny import save_tiny
 from toys.oracle_drafter import oracle
 
@@ -91,16 +92,15 @@ def drafting(
 @pytest.mark.parametrize("kv_format", SCHEMES)
 def test_every_scheme(kv_format: str, tiny: Path) -> None:
     plain = engine(tiny, kv_format=kv_format)
-    for params in (GREEDY, DRAWN):
+    for params, tokens in ((GREEDY, "3"), (DRAWN, "auto")):
         expected = answers(plain, PROMPTS, **params)
-        for tokens in ("auto", "3"):
-            with drafting(tiny, told(PROMPTS, expected), tokens, kv_format=kv_format) as llm:
-                # The second time prefixes are in the cache.
-                for _ in range(2):
-                    found = answers(llm, PROMPTS, **params)
-                    same(found, expected)
-                    assert sum(one.accepted_drafts for one in found) > 0
-                    assert sum(one.rejected_drafts for one in found) > 0
+        with drafting(tiny, told(PROMPTS, expected), tokens, kv_format=kv_format) as llm:
+            # The second time prefixes are in the cache.
+            for _ in range(2):
+                found = answers(llm, PROMPTS, **params)
+                same(found, expected)
+                assert sum(one.accepted_drafts for one in found) > 0
+                assert sum(one.rejected_drafts for one in found) > 0
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("window", [0, 5, 40])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "window"), rotated([*KINDS], [0, 5, 40], 2))
 def test_every_kind_of_attention_with_and_without_a_window(
     kind: str, window: int, models: dict[str, Path]
 ) -> None:
@@ -145,8 +144,7 @@ def test_preemption(prefix_cache: bool, tiny: Path) -> None:
         assert pressed.engine.scheduler.metrics.preemptions > 0
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("state_format", ["fp32", "int8"])
+@pytest.mark.parametrize(("state_format", "prefix_cache"), [("fp32", True), ("int8", True), ("fp32", False)])
 def test_recurrent_states(state_format: str, prefix_cache: bool, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen3_next", **QWEN3_NEXT)
     options = {"kv_format": "nvfp4", "state_format": state_format, "prefix_cache": prefix_cache}
@@ -158,8 +156,7 @@ def test_recurrent_states(state_format: str, prefix_cache: bool, tmp_path: Path)
         with drafting(model, told(PROMPTS, expected), tokens, wrong=0.1, **options) as llm:
             same(answers(llm, PROMPTS, **GREEDY), expected)
             hits.append(llm.generate(turn, max_tokens=1).cached_tokens)
-            for _ in range(2):
-                same(answers(llm, PROMPTS, **GREEDY), expected)
+            same(answers(llm, PROMPTS, **GREEDY), expected)
             same(answers(preempting(llm), PROMPTS, **GREEDY), expected)
     assert len(set(hits)) == 1, "an answer's states are kept as without drafts"
     assert (hits[0] > len(PROMPTS[0])) is prefix_cache
@@ -192,8 +189,18 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-@pytest.mark.parametrize("name", PARAMS)
+BOTH = ("penalties", "several", "grammar")
+"""Those that are tested with and without chance; the others with what alone they change, or with one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        (name, t)
+        for name in PARAMS
+        for t in ((0.0, 1.2) if name in BOTH else (1.2 if name == "filters" else 0.0,))
+    ],
+)
 def test_parameters(name: str, temperature: float, tiny: Path) -> None:
     params = {"max_tokens": ANSWER, "temperature": temperature, "logprobs": 2, "seed": 9, **PARAMS[name]}
     expected = answers(engine(tiny), PROMPTS, **params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,35 @@ from nibble.errors import RequestError
 from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
 
+# Five seconds by default, which an answer of a busy machine may take longer than.
+for name in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, 300.0)
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+PORTS = range(20000, 32000)
+"""Below those that the system gives to connections, any of which could take a port before its server does."""
+
+
+def free_port(count: int = 1) -> int:
+    """Return the first of so many ports in a row, which no other call returns while this process lives.
+
+    It keeps them with UDP, so that other processes of tests find them taken, and servers do not.
+    """
+    for first in range(PORTS.start + os.getpid() * 16 % len(PORTS), PORTS.stop - count):
+        with ExitStack() as probes:
+            keepers = list[socket.socket]()
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                    keepers.append(socket.socket(type=socket.SOCK_DGRAM))
+                    keepers[-1].bind(("127.0.0.1", port))
+            except OSError:
+                for keeper in keepers:
+                    keeper.close()
+                continue
+            for keeper in keepers:
+                atexit.register(keeper.close)
+            return first
+    raise AssertionError("no port is free")
 
 
 class Address(str):
@@ -54,13 +79,13 @@ def running(*options: str, model: str = "demo", log: Path | None = None) -> Iter
         wait_ready(url, process)
         yield url
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.wait()
 
 
-def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds: float = 90) -> None:
+def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process and process.poll() is not None:
@@ -77,11 +102,10 @@ def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds
 @contextmanager
 def listening(app: FastAPI, **options: Any) -> Iterator[str]:
     """The address of an application, which is served in a thread. options: uvicorn's."""
-    port = free_port()
-    server = uvicorn.Server(
-        uvicorn.Config(app, "127.0.0.1", port, log_level="error", lifespan="off", **options)
-    )
-    thread = threading.Thread(target=server.run)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", **options))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         while not server.started:
@@ -91,6 +115,7 @@ def listening(app: FastAPI, **options: Any) -> Iterator[str]:
     finally:
         server.should_exit = server.force_exit = True
         thread.join()
+        listener.close()
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +125,8 @@ def server() -> Iterator[str]:
 
 
 class FakeEngine:
-    """Says its prompt back, token by token. pause: seconds between tokens; state: as an engine's; reason: why it ends."""
+    """Says its prompt back, token by token. pause: seconds between tokens; state: as an engine's; reason: why it ends;
+    stays_at: the number of a token that comes when `goes_on` is set."""
 
     def __init__(self) -> None:
         self.state, self.restarts, self.pause = State.READY, 0, 0.0
@@ -109,6 +135,8 @@ class FakeEngine:
         self.open = self.aborted = self.resets = 0
         self.requests: list[GenerationRequest] = []
         self.dies_after: int | None = None
+        self.stays_at: int | None = None
+        self.goes_on = asyncio.Event()
         self.reason, self.stop_string = "length", ""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
@@ -124,6 +152,8 @@ class FakeEngine:
                 tokens = list(request.prompt)[: request.params.max_tokens]
                 for i, token in enumerate(tokens):
                     await asyncio.sleep(self.pause)
+                    if self.stays_at == i:
+                        await self.goes_on.wait()
                     if self.dies_after is not None and i >= self.dies_after:
                         raise EngineDiedError("the engine's process ended; this request is lost")
                     reason = self.reason if i == len(tokens) - 1 else None

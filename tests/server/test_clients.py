@@ -249,6 +249,7 @@ def test_litellm_knows_what_went_wrong(litellm: Any, complete: Chat) -> None:
         with pytest.raises(litellm.Timeout):
             complete(at=url, api_key="right")
     body = {"model": "demo", "prompt": "long enough", "stream": True}
+    slow.pause, slow.stays_at = 0.0, 1
     with echo(slow, max_queue=1) as url, httpx.stream("POST", f"{url}/completions", json=body) as taken:
         assert taken.status_code == 200
         with pytest.raises(litellm.RateLimitError):

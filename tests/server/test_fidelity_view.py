@@ -97,8 +97,8 @@ def test_a_real_server_tells() -> None:
             "max_tokens": 8,
             "ignore_eos": True,
         }
-        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
-        end = time.monotonic() + 30
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=300).status_code == 200
+        end = time.monotonic() + 300
         while "warning" not in (health := httpx.get(f"{url}/health").json()) and time.monotonic() < end:
             time.sleep(0.2)
         assert health["status"] == "ready" and "0.0% is allowed" in health["warning"]

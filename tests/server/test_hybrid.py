@@ -67,7 +67,7 @@ def test_turns_reuse_what_a_dense_model_would(hybrid: Path) -> None:
 def complete(url: str, prompt: str) -> tuple[str, int]:
     """An answer, and the prompt's cached tokens."""
     asked = {"model": "hybrid", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-    body = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+    body = httpx.post(f"{url}/v1/completions", json=asked, timeout=300).json()
     text, usage = body["choices"][0]["text"], body["usage"]
     assert (usage["prompt_tokens"], len(text)) == (len(prompt), ANSWER)
     return text, usage["prompt_tokens_details"]["cached_tokens"]

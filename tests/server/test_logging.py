@@ -159,7 +159,7 @@ worker.main("ipc://" + sys.argv[1], "json")
 """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, f"{folder}/socket"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     (line,) = done.stderr.splitlines()
     assert (json.loads(line)["level"], json.loads(line)["event"]) == ("warning", "over its limit")
 
@@ -172,7 +172,7 @@ def test_a_server_logs_json_from_start_to_end(
     evidence.tuned_path(probe()).write_text("{")
     with running("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--log-format", "json") as url:
         asked = {"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
-        httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()
+        httpx.post(f"{url}/v1/completions", json=asked, timeout=300).raise_for_status()
     said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     # Whether other programs are busy is not for a test to say.
     said = [line for line in said if not line.get("note", "").startswith("this machine is busy")]
@@ -189,4 +189,6 @@ def test_a_server_logs_json_from_start_to_end(
         and ready["decode"]
         and ready["cache_tokens"] > 0
     )
-    assert request["output_tokens"] == 4 and 0 < request["queue_s"] <= request["ttft_s"] <= request["total_s"]
+    assert (
+        request["output_tokens"] == 4 and 0 <= request["queue_s"] <= request["ttft_s"] <= request["total_s"]
+    )

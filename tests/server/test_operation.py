@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_a_port_in_use_is_said_before_anything_is_started() -> None:
         other.listen()
         port = other.getsockname()[1]
         command = [sys.executable, "-m", "nibble", "serve", "demo", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: port {port} is in use: name another with --port\n"
 
@@ -74,13 +74,14 @@ def test_a_drain_that_runs_out_says_so_to_every_client(tmp_path: Path) -> None:
         streams: list[str] = []
         whole: list[str] = []
         long = {**LONG, "max_tokens": 4000}
-        threads = [reading(url, streams, long) for _ in range(2)]
+        begun = [threading.Event() for _ in range(2)]
+        threads = [reading(url, streams, long, event) for event in begun]
         threads.append(reading(url, whole, {**long, "stream": False}))
         until(lambda: opened(url) == 3)
-        time.sleep(0.5)
+        assert all(event.wait(300) for event in begun)
         os.kill(url.pid, signal.SIGTERM)
         for thread in threads:
-            thread.join(20)
+            thread.join(300)
     assert len(streams) == 2 and len(whole) == 1
     for text in streams:
         assert '"message":"the server is shutting down"' in text and text.endswith("data: [DONE]\n\n")
@@ -144,7 +145,7 @@ def test_a_body_that_is_too_large_is_read_before_the_connection_closes() -> None
     piece = b"%x\r\n" % (1 << 20) + b"x" * (1 << 20) + b"\r\n"
     with listening(app) as url:
         for sent in (head.encode() + b"x" * size, chunked + 16 * piece + b"0\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=20) as client:
+            with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=120) as client:
                 client.sendall(sent)
                 answer = b"".join(iter(lambda c=client: c.recv(1 << 16), b""))  # type: ignore[misc]
             assert answer.startswith(b"HTTP/1.1 413") and b"request_too_large" in answer
@@ -293,4 +294,4 @@ def test_https(tmp_path: Path) -> None:
             assert found.json()["status"] == "ready"
         finally:
             process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0

@@ -31,11 +31,20 @@ def engine_of(server: int) -> int:
     return int(pid)
 
 
-def reading(url: str, told: list[str], asked: dict[str, Any] = LONG) -> threading.Thread:
+def reading(
+    url: str, told: list[str], asked: dict[str, Any] = LONG, begun: threading.Event | None = None
+) -> threading.Thread:
+    """A client that reads an answer. begun: set when its first piece is there."""
+
     def read() -> None:
+        said = list[str]()
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as response:
-                told.append("".join(response.iter_text()))
+            with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=300) as response:
+                for text in response.iter_text():
+                    said.append(text)
+                    if begun:
+                        begun.set()
+                told.append("".join(said))
         except httpx.TransportError as error:
             told.append(f"transport: {error}")
 
@@ -48,7 +57,7 @@ def opened(url: str) -> int:
     return int(httpx.get(f"{url}/health").json()["open"])
 
 
-def until(holds: Any, seconds: float = 20) -> None:
+def until(holds: Any, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come about"
@@ -60,17 +69,16 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
         told: list[str] = []
         threads = [reading(url, told) for _ in range(6)]
         until(lambda: opened(url) == 6)
-        killed = time.monotonic()
         os.kill(engine_of(url.pid), signal.SIGKILL)
         for thread in threads:
-            thread.join(10)
-        assert time.monotonic() - killed < 5, "requests did not end"
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "requests did not end"
         assert len(told) == 6 and all("process ended" in text for text in told)
         # one that had no piece yet has a status to say it with, a stream has its last event
         assert all(text.startswith("{") or text.endswith("[DONE]\n\n") for text in told)
         wait_ready(url)
         body = httpx.post(
-            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
+            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=300
         )
         assert body.status_code == 200 and httpx.get(f"{url}/health").json()["restarts"] == 1
         assert opened(url) == 0
@@ -82,7 +90,7 @@ def test_clients_that_go_away_free_their_pages() -> None:
             with pytest.raises(httpx.ReadTimeout):
                 asked = {**LONG, "stream": stream}
                 with httpx.stream(
-                    "POST", f"{url}/v1/completions", json=asked, timeout=httpx.Timeout(20, read=0.3)
+                    "POST", f"{url}/v1/completions", json=asked, timeout=httpx.Timeout(120, read=0.3)
                 ) as r:
                     for _ in r.iter_text():
                         time.sleep(0.01)
@@ -90,7 +98,7 @@ def test_clients_that_go_away_free_their_pages() -> None:
                             raise httpx.ReadTimeout("enough")
             until(lambda: opened(url) == 0)
         answer = httpx.post(
-            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
+            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=300
         )
         assert answer.status_code == 200
 
@@ -99,11 +107,11 @@ def test_ctrl_c_lets_requests_end_first() -> None:
     """It reaches the whole group of processes; the engine is not for it to end."""
     with running(*SMALL) as url:
         told: list[str] = []
-        asked = {**LONG, "max_tokens": 60}
-        thread = reading(url, told, asked)
-        until(lambda: opened(url) == 1)
+        asked, begun = {**LONG, "max_tokens": 200}, threading.Event()
+        thread = reading(url, told, asked, begun)
+        assert begun.wait(300)
         os.killpg(os.getpgid(url.pid), signal.SIGINT)
-        thread.join(30)
+        thread.join(300)
         assert told and '{"error"' not in told[0] and told[0].endswith("[DONE]\n\n")
 
 
@@ -116,7 +124,7 @@ def test_a_server_that_is_told_to_end_while_it_starts(number: int) -> None:
             assert process.poll() is None
         engine = engine_of(process.pid)
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert "serving" not in process.stderr.read() and not Path(f"/proc/{engine}").exists()
 
 
@@ -132,7 +140,7 @@ def test_a_start_that_fails_says_why(options: tuple[str, ...], code: int, says: 
     """What no model is needed for is refused by the server itself, before an engine could; the rest by the engine."""
     command = [sys.executable, "-m", "nibble", "serve", "demo", "--device", "cpu", *options]
     command += ["--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code and says in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("error: ") == 1
     assert ("engine ended code=1" in done.stderr) == (
@@ -149,13 +157,15 @@ def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_
 
 
 PARENT = """
-import json, subprocess, sys, time
+import json, pathlib, subprocess, sys, time
 engine = subprocess.Popen([sys.executable, "-m", "nibble.server.worker", sys.argv[1], "text"], stdin=subprocess.PIPE,
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 engine.stdin.write(json.dumps({"model": "demo"}).encode())
 engine.stdin.close()
 print(engine.pid, flush=True)
-time.sleep(4)
+maps = pathlib.Path(f"/proc/{engine.pid}/maps")
+while engine.poll() is None and "libtorch" not in maps.read_text():  # it is loaded when the engine is being made
+    time.sleep(0.05)
 """
 
 
@@ -173,7 +183,7 @@ def test_an_engine_whose_server_dies_while_it_loads_ends_too(tmp_path: Path) -> 
     )
     pid = int(found.stdout)
     try:
-        until(lambda: not lives(pid), 60)
+        until(lambda: not lives(pid))
     finally:
         if lives(pid):
             os.kill(pid, signal.SIGKILL)

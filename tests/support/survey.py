@@ -94,11 +94,14 @@ def prompt_of(count: int, seed: int) -> list[int]:
 PROMPT = prompt_of(40, seed=1)
 
 
-def examine(name: str, folder: Path) -> Result:
-    """Build, save, serve and compare one type."""
+def examine(name: str, folder: Path, *, with_own_cache: bool = False) -> Result:
+    """Build, save, serve and compare one type.
+
+    with_own_cache: also with the unmodified model over its own cache, which no outcome depends on.
+    """
     result, start = Result(name), time.perf_counter()
     try:
-        _examine(result, folder)
+        _examine(result, folder, with_own_cache)
     except NibbleError as error:
         result.outcome, result.reason = "refused", _one_line(error)
     except Exception as error:
@@ -107,7 +110,7 @@ def examine(name: str, folder: Path) -> Result:
     return result
 
 
-def _examine(result: Result, folder: Path) -> None:
+def _examine(result: Result, folder: Path, with_own_cache: bool) -> None:
     if (reason := WHY_NOT_BUILT.get(result.name)) is not None:
         answer = refusal_by_config(result.name, folder) or "not compared"
         result.outcome, result.reason = "not built", f"{reason}; Nibble: {answer}"
@@ -117,7 +120,7 @@ def _examine(result: Result, folder: Path) -> None:
         model.save_pretrained(folder)
     whole = logits_whole(model, PROMPT)
     result.largest = float(whole.abs().max())
-    result.own, cached = _own_difference(model, whole)
+    result.own, cached = _own_difference(model, whole) if with_own_cache else (None, None)
     llm = LLM(str(folder), **OPTIONS)
     result.kinds = " ".join(sorted({_kind(group) for group in llm.plan.groups}))
     served = {chunk: _served(llm, chunk) for chunk in CHUNKS}
@@ -224,7 +227,7 @@ def _worker(names: Iterable[str]) -> None:
         observations.FOLDER = str(Path(root) / "observed")
         for i, name in enumerate(names):
             folder = Path(root) / str(i)
-            print(json.dumps(asdict(examine(name, folder))), flush=True)
+            print(json.dumps(asdict(examine(name, folder, with_own_cache=True))), flush=True)
 
 
 def survey(names: Sequence[str], jobs: int = 1) -> list[Result]:

@@ -53,9 +53,9 @@ FROZEN_S, SILENT_S = 10.0, 60.0
 """How long a process may give no sign of life that is stopped, and one that is not: a library may hold it up."""
 POLL_S = 0.2
 """Between two looks. A rank that ends, or says why it fails, is noticed at once."""
-STOP_S, KILL_S = 5.0, 0.2
-"""Given to a rank to end by itself."""
-EXPLAIN_S, NOTICE_S = 0.3, 2.0
+STOP_S, KILL_S = 5.0, 2.0
+"""Given to a rank to end by itself, and once it is killed."""
+EXPLAIN_S, NOTICE_S = 2.0, 10.0
 """How long an error waits for the sign that another rank ended, and for the thread that watches to say why."""
 COUNT = struct.Struct("qqq")
 """What a rank notes: messages that it has taken up, those that it has done, and that it lives (BEAT_S)."""
@@ -371,13 +371,16 @@ class Ranks:
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
-            # None is left as a zombie.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_S)
         if self.here and self.device != "cpu":
             # Else a kernel that waits for the rank would wait for ever.
             with suppress(Exception):
                 self.here.group.close(abort=True)  # type: ignore[attr-defined]
+        for process in self._processes.values():
+            # None is left as a zombie, also on a machine that takes its time to end a process.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
 
     def close(self) -> None:
         """End the other ranks; none is left afterwards."""

@@ -142,7 +142,7 @@ def test_a_follower_brings_what_is_published(tmp_path: Any) -> None:
 
     follower = Follower(Source("n", 4, events, replay), deliver)
     try:
-        for _ in range(100):
+        for _ in range(1200):
             publisher.publish([second])
             if complete.wait(0.1):
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,11 +53,6 @@ def fails(_: Tensor) -> Tensor:
     raise RuntimeError("no such kernel\nat all")
 
 
-def waits(x: Tensor) -> Tensor:
-    time.sleep(0.1)
-    return x
-
-
 def ready(
     table: dict[str, BackendInfo],
     scheme: str = "fp32",
@@ -90,9 +84,24 @@ def test_one_failure_is_its_own_and_nobody_wrong_is_timed() -> None:
     assert fastest(list(found.values())) == found["right"]
 
 
-def test_who_is_much_slower_is_called_once() -> None:
-    found = raced({"slow": backend("slow", changed(waits)), "right": backend("right", TorchRef, Origin.OWN)})
-    assert found["slow"].rough and found["slow"].ms and found["slow"].ms > 100 and not found["right"].rough
+def test_who_is_much_slower_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def noted(x: Tensor) -> Tensor:
+        called.append(1)
+        return x
+
+    def once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
+        """An hour of the slow one, and nothing of another."""
+        before = len(called)
+        call()
+        return 3_600_000.0 * (len(called) - before)
+
+    monkeypatch.setattr(race, "_once_ms", once_ms)
+    found = raced({"slow": backend("slow", changed(noted)), "right": backend("right", TorchRef, Origin.OWN)})
+    assert found["slow"].rough and found["slow"].ms == 3_600_000.0 and not found["right"].rough
+    # To be judged, and to be timed twice.
+    assert len(called) == 3
 
 
 def test_who_plans_long_for_a_step_is_not_hopeless_at_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

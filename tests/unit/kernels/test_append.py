@@ -34,6 +34,7 @@ from nibble.kernels.linear import rotate
 from nibble.kernels.linear.triton import rotate as rotate_twin
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
+from pairs import rotated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAGES = 4, 5
@@ -111,8 +112,10 @@ ENCODED = tuple(f"{n}_{e}" for e, names in scheme.encoders().items() for n in na
 """Formats by each of their encoders."""
 
 
-@pytest.mark.parametrize("packing", ["nhd", "hnd"])
-@pytest.mark.parametrize("kv_format", (*scheme.fitting(*ONE_HEAD), *ENCODED))
+@pytest.mark.parametrize(
+    ("kv_format", "packing"),
+    rotated([*dict.fromkeys(("nvfp4", *scheme.fitting(*ONE_HEAD), *ENCODED))], ["nhd", "hnd"]),
+)
 def test_bytes_are_those_of_the_format(kv_format: str, packing: str) -> None:
     compare(kv_format, packing, {"k": values(1), "v": values(2)}, SLOTS)
 
@@ -122,10 +125,14 @@ def test_a_mean_is_subtracted_from_keys(kv_format: str) -> None:
     compare(kv_format, "hnd", {"k": values(1), "v": values(2)}, SLOTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads, dims", [(1, (128, 128)), (5, (80, 16)), (2, (256, 64)), (12, (32, 32))])
-def test_any_shape_dtype_and_stride(dtype: torch.dtype, heads: int, dims: tuple[int, int]) -> None:
+SHAPES = [(5, (80, 16)), (1, (128, 128)), (2, (256, 64)), (12, (32, 32))]
+"""Heads, and the widths of K and V."""
+
+
+@pytest.mark.parametrize(("shape", "dtype"), rotated(SHAPES, [torch.float32, torch.float16, torch.bfloat16]))
+def test_any_shape_dtype_and_stride(shape: tuple[int, tuple[int, int]], dtype: torch.dtype) -> None:
     """Heads before tokens in memory, as models hand them over, and values of every compute dtype."""
+    heads, dims = shape
     k, v = (values(i, 7, heads, dim).to(dtype) for i, dim in enumerate(dims))
     k = k.transpose(0, 1).contiguous().transpose(0, 1)
     assert heads == 1 or not k.is_contiguous()
@@ -177,8 +184,7 @@ def test_keys_are_rotated(dim: int) -> None:
     assert (fused[0] != plain[0]).float().mean() < 0.01 and torch.equal(fused[2], plain[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+@pytest.mark.parametrize(("dim", "dtype"), rotated([80, 16, 128, 256], [torch.float32, torch.bfloat16]))
 def test_queries_are_rotated(dim: int, dtype: torch.dtype) -> None:
     q_THD = smooth(3, dim).to(dtype).transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE)
     exact = transform.rotate(q_THD.double())

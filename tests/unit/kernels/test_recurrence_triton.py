@@ -34,6 +34,7 @@ from nibble.kernels.recurrence import (
 )
 from nibble.kernels.recurrence import triton as any_cut
 from nibble.kernels.state_formats import BLOCK, FORMATS
+from pairs import rotated
 
 pytestmark = [
     pytest.mark.skipif(
@@ -132,8 +133,22 @@ def assert_near(actual: Tensor, expected: Tensor, limit: float) -> None:
 # ---- the definition, in every cut ------------------------------------------------------------------------------------
 
 
-@cases(*MATRICES, "selective")
-@pytest.mark.parametrize(("format", "dtype"), [*((name, torch.bfloat16) for name in FORMATS), ("fp32", torch.float32), ("int8", torch.float32)])  # fmt: skip
+STORED = (*((name, torch.bfloat16) for name in FORMATS), ("fp32", torch.float32), ("int8", torch.float32))
+"""Formats of matrices with types of rows."""
+
+
+def stored_in(
+    names: Sequence[str], stored: Sequence[tuple[str, torch.dtype]], count: int
+) -> pytest.MarkDecorator:
+    """Parametrise by cases, and formats and types in turn."""
+    values = [
+        pytest.param(CASES[name], format, dtype, id=f"{name}-{format}-{dtype}")
+        for name, (format, dtype) in rotated(names, stored, count)
+    ]
+    return pytest.mark.parametrize(("case", "format", "dtype"), values)
+
+
+@stored_in((*MATRICES, "selective"), STORED, 3)
 def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torch.dtype) -> None:
     rows = rows_of(case, dtype)
     expected, _ = defined(case, rows, format, dtype)
@@ -151,8 +166,11 @@ def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torc
         assert torch.equal(x[:places].float(), y[:places].float())
 
 
-@cases(*MATRICES, "delta, no beta")
-@pytest.mark.parametrize(("format", "dtype"), [("fp32", torch.bfloat16), ("fp8", torch.bfloat16), ("int8", torch.float32), ("bf16", torch.float32)])  # fmt: skip
+@stored_in(
+    (*MATRICES, "delta, no beta"),
+    (("fp32", torch.bfloat16), ("fp8", torch.bfloat16), ("int8", torch.float32), ("bf16", torch.float32)),
+    2,
+)
 def test_decodes(case: Case, format: str, dtype: torch.dtype) -> None:
     """By the kernel that reads a matrix once: before a matrix is there, when a block is filled, and behind it."""
     rows = rows_of(case, dtype, tokens=19)
