@@ -77,7 +77,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
         full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         full[:, slice(None) if self.draft_ids is None else self.draft_ids] = logits.float()
         for track, row in zip(tracks, full, strict=True):
-            said.append((list(track.request.token_ids), list(track.drafts), row.clone()))
+            said.append((list(track.request.token_ids), list(track.tokens), row.clone()))
         if known is None:
             return before(self, tracks, logits)
         tokens = [_answer(known, track) for track in tracks]
@@ -93,7 +93,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
 def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any) -> int:
     answer, place = (
         known[tuple(track.request.prompt_token_ids)],
-        track.request.num_output_tokens + len(track.drafts),
+        track.request.num_output_tokens + len(track.tokens),
     )
     right = place < len(answer) and (place * 7 + len(answer[:place])) % 10 >= 3
     return answer[place] if right else (place * 31) % 256
@@ -259,7 +259,7 @@ def test_answers_are_those_without_and_the_cache_is_right(
         llm.generate(turn, max_tokens=8)
     head_of(llm).manager.check_integrity()
     accepted, drafted = rates(llm)
-    assert 0.2 * drafted < accepted < drafted
+    assert 0.1 * drafted < accepted < drafted
     assert head_of(llm).manager.stats.hit_tokens > 128
     # Over a hundred tokens a recurrent state in float32 comes out a little otherwise in Transformers' own arithmetic.
     limit = 1e-3 if name == "qwen3_next" else 1e-4

@@ -224,6 +224,7 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
         name=info.name,
         drafter=drafter,
         head=drafter if info.is_head else None,
+        needs_model=info.needs_model,
         max_tokens=max_tokens(spec, info, hardware),
         adapts=spec.tokens is None,
         step_tokens=verify_tokens(hardware.is_cpu),
