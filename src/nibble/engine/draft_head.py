@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nibble.attention.layer import StepContext
 from nibble.cache.manager import CacheManager
+from nibble.drafts import KEPT_STATES
 from nibble.engine.draft_books import Draft, DraftBooks, chunk, ended
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.model_runner import ModelRunner
@@ -37,8 +38,6 @@ from nibble.engine.sampler import Sampler
 from nibble.models.head_model import draft_ids
 from nibble.models.hook import CONTEXT, attention_mask_for
 
-MIN_ROWS = 16
-"""Rows that are computed at a time where no drafts are asked for."""
 NO_LIMIT = 1 << 62
 
 
@@ -151,7 +150,7 @@ class DraftHead(DraftBooks):
         tracks = [self._track(item.request) for item in batch.scheduled]
         for track in tracks:
             track.follow()
-        self._store([track for track in tracks if track.num_known - track.start > MIN_ROWS])
+        self._store([track for track in tracks if track.num_known - track.start > KEPT_STATES])
 
     def _forget(self, running: Iterable[Request]) -> None:
         """Close what is kept of requests that do not run."""
@@ -234,8 +233,8 @@ class DraftHead(DraftBooks):
             track.task = task
         ready = [track for track in tracks if self._is_ready(track)]
         try:
-            # What is left for the first step is less than MIN_ROWS of each.
-            self._store([track for track in ready if track.num_known - track.start > MIN_ROWS])
+            # What is left for the first step is no more than KEPT_STATES of each.
+            self._store([track for track in ready if track.num_known - track.start > KEPT_STATES])
             step = [track for track in ready if self._has_pages(track, len(track.twin.token_ids))]
             while step:
                 step = [track for group in self.groups(step) for track in self._draft(group)]
