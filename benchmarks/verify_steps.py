@@ -13,7 +13,7 @@ the head's. `auto`: the number of drafts is left to Nibble. The gate is engine_g
 with drafts against the same steps as they are computed without a record. Times are medians of steps, host included. On
 a CPU nothing is recorded, and all else runs, which checks the benchmark:
 
-    python benchmarks/verify_steps.py --model tiny --scheme nvfp4 --requests 1,2 --context 64 --answer 300 --steps 12 --long 24 --head
+    python benchmarks/verify_steps.py --model tiny --requests 1 --context 64 --answer 300 --steps 12 --long 24 --head
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ that count stays, and is shared by prefix; drafts are computed behind it, one by
 next step says which of them count.
 
 A head's draft ends where one more step would take longer than the token is worth that it may bring: by the seconds that
-a step was measured to take, and by the chance that all drafts so far are right, as the head sees it, which is about
-what is accepted (docs/speculative.md). That of a model which draws nearly as the large one does would be too low: by
-the same random numbers both draw the same unlikely tokens.
+a step was measured to take, and by the chance that all drafts so far are right, as the head sees it, corrected by what
+was accepted before. That of a model which draws nearly as the large one does would be too low by far: by the same
+random numbers both draw the same unlikely tokens.
 
 Shape suffixes: S rows that are sampled, V vocabulary.
 """
@@ -33,6 +33,10 @@ from nibble.model_spec import Phase
 
 LEAST_CHANCE = 0.2
 """A draft ends where the chance that all of it is right has fallen below this, until times are known."""
+TRUST_MEMORY, LEAST_TRUST, MOST_TRUST = 0.98, 0.25, 1.5
+"""How much of what was learnt of a drafter's chances counts after one more draft, and the least and most trust."""
+FIRST_EXPECTED = 4.0
+"""Tokens that a drafter's chances are taken to have been right about, to begin with."""
 FIRST_SHARE, SHARE_WEIGHT = 0.7, 0.02
 """How likely a draft after right ones is right, to begin with, and what the newest says about those to come."""
 
@@ -49,6 +53,10 @@ class Draft:
     """The drafts so far, which are the last ones of the twin."""
     chance: float = 1.0
     """That all of them are right, as far as the drafter knows."""
+    expected: float = 0.0
+    """Tokens of the draft that are likely to count, by these chances."""
+    before: tuple[int, list[int], float] | None = None
+    """Of the last draft: the request's tokens then, the drafts, and what was expected."""
 
     @property
     def start(self) -> int:
@@ -91,6 +99,23 @@ class DraftBooks:
         self.step_seconds = Medians()
         """What drawing one more token took, by the number of requests."""
         self._share = FIRST_SHARE
+        self._accepted = self._expected = FIRST_EXPECTED
+
+    @property
+    def trust(self) -> float:
+        """Return how many times as many drafts were right as the drafter took for likely."""
+        return min(max(self._accepted / self._expected, LEAST_TRUST), MOST_TRUST)
+
+    def begin(self, draft: Draft, task: DraftTask) -> None:
+        """Begin with a task, and learn what became of the last draft of the request."""
+        draft.task = task
+        if draft.before:
+            count, tokens, expected = draft.before
+            draft.before, new = None, task.request.token_ids[count:]
+            right = [token == other for token, other in zip(tokens, new, strict=False)]
+            accepted = right.index(False) if False in right else len(right)
+            self._accepted = TRUST_MEMORY * self._accepted + accepted
+            self._expected = TRUST_MEMORY * self._expected + expected
 
     def reserve(self, draft: Draft, upto: int) -> bool:
         """Reserve pages for the first `upto` tokens of a twin; return whether there were any left."""
@@ -153,6 +178,7 @@ class DraftBooks:
         if not is_good or not can_follow(request, [*draft.tokens, token]):
             return False
         draft.tokens.append(token)
+        draft.expected += draft.chance
         draft.twin.token_ids.append(token)
         return len(draft.tokens) < task.limit and self._goes_on(draft, task, rows)
 
@@ -161,21 +187,25 @@ class DraftBooks:
         if not self.adapts:
             return True
         if task.worth is None:
-            return draft.chance >= LEAST_CHANCE
-        return draft.chance * task.worth >= task.verification
+            return self._chance(draft) >= LEAST_CHANCE
+        return self._chance(draft) * task.worth >= task.verification
 
     def _goes_on(self, draft: Draft, task: DraftTask, rows: int) -> bool:
         """Return whether one more step is likely to bring more than it takes."""
         seconds = self.step_seconds.get(rows.bit_length())
         if not self.adapts or task.worth is None or seconds is None:
             return True
-        return draft.chance * self._share * task.worth >= seconds / rows + task.verification
+        return self._chance(draft) * self._share * task.worth >= seconds / rows + task.verification
+
+    def _chance(self, draft: Draft) -> float:
+        return min(draft.chance * self.trust, 1.0)
 
     def take_back(self, draft: Draft) -> None:
         """Forget the drafts: the next task says which of them count."""
         if draft.tokens:
             del draft.twin.token_ids[len(draft.twin.token_ids) - len(draft.tokens) :]
-        draft.tokens, draft.chance, draft.task = [], 1.0, None
+            draft.before = len(draft.request.token_ids), draft.tokens, draft.expected
+        draft.tokens, draft.chance, draft.expected, draft.task = [], 1.0, 0.0, None
         self.manager.take_back(draft.twin.lease)
 
 

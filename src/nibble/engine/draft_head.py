@@ -230,7 +230,7 @@ class DraftHead(DraftBooks):
         self._forget(task.request for task in tasks)
         tracks = [self._track(task.request) for task in tasks]
         for track, task in zip(tracks, tasks, strict=True):
-            track.task = task
+            self.begin(track, task)
         ready = [track for track in tracks if self._is_ready(track)]
         try:
             # What is left for the first step is no more than KEPT_STATES of each.

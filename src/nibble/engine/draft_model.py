@@ -66,7 +66,7 @@ class DraftModel(DraftBooks):
             twin = Request(request.id, request.token_ids)
             twin.lease = self.manager.open(twin.token_ids, request.namespace)
             draft = self._drafts[request] = Draft(request, twin)
-        draft.task = task
+        self.begin(draft, task)
         # Only what is new: a request's tokens only grow.
         draft.twin.token_ids += request.token_ids[len(draft.twin.token_ids) :]
         return draft

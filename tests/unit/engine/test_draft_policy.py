@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import speculative
-from nibble.engine.draft_books import Draft, DraftBooks
+from nibble.engine.draft_books import LEAST_TRUST, Draft, DraftBooks
 from nibble.engine.draft_policy import FIRST_SHARE, DraftPolicy, Gain, Likelihood, StepTimes, _assumed_ratio
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.request import Request, ScheduledRequest
@@ -284,3 +285,21 @@ def test_a_draft_ends_where_one_more_step_does_not_pay() -> None:
     assert draft(0.1) == [False, False] and draft(0.3) == [True, True], "without times"
     books.adapts = False
     assert draft(0.01) == [True, True], "as many as the user says"
+
+
+def test_chances_are_corrected_by_what_was_accepted() -> None:
+    books: Any = DraftBooks(None, None, Sampler(), 64, 99, adapts=True)  # type: ignore[arg-type]
+    books.manager = SimpleNamespace(take_back=lambda lease: None)
+    for share in (0.0, 1.0):
+        request = Request("r", [0, 0])
+        made = Draft(request, Request("r", [0]))
+        for _ in range(200):
+            books.begin(made, DraftTask(request, 3))
+            for _ in range(3):
+                books.add(made, 5, 0.9, 1)
+            assert len(made.tokens) > 0, "it is tried again and again"
+            drafts = list(made.tokens)
+            books.take_back(made)
+            request.token_ids += [*(drafts if share else ()), 7]
+        assert books.trust == (pytest.approx(3 / (0.9 + 0.81 + 0.729), rel=0.02) if share else LEAST_TRUST)
+        books._accepted = books._expected = 4.0
