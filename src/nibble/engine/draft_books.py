@@ -186,16 +186,16 @@ class DraftBooks:
         """Return whether the newest token is worth its verification."""
         if not self.adapts:
             return True
-        if task.worth is None:
+        if task.token_seconds is None:
             return self._chance(draft) >= LEAST_CHANCE
-        return self._chance(draft) * task.worth >= task.verification
+        return self._chance(draft) * task.token_seconds >= task.verify_seconds
 
     def _goes_on(self, draft: Draft, task: DraftTask, rows: int) -> bool:
         """Return whether one more step is likely to bring more than it takes."""
         seconds = self.step_seconds.get(rows.bit_length())
-        if not self.adapts or task.worth is None or seconds is None:
+        if not self.adapts or task.token_seconds is None or seconds is None:
             return True
-        return self._chance(draft) * self._share * task.worth >= seconds / rows + task.verification
+        return self._chance(draft) * self._share * task.token_seconds >= seconds / rows + task.verify_seconds
 
     def _chance(self, draft: Draft) -> float:
         return min(draft.chance * self.trust, 1.0)

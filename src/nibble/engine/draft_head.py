@@ -254,7 +254,7 @@ class DraftHead(DraftBooks):
 
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""
-        begun, rows = perf_counter(), []
+        start_time, rows = perf_counter(), []
         for track in tracks:
             count = len(track.twin.token_ids) - track.place
             states_NH = track.states[:count] if track.next_states is None else track.next_states
@@ -262,7 +262,7 @@ class DraftHead(DraftBooks):
         ordered, logits_SV = self._run(rows)
         states_SH = self.forward.output_states
         tokens, chances = self._draw(ordered, logits_SV)
-        self.note_seconds(begun, ordered)
+        self.note_seconds(start_time, ordered)
         going = []
         for row, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
             if not track.tokens:

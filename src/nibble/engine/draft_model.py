@@ -86,13 +86,13 @@ class DraftModel(DraftBooks):
 
         Return those that another one may follow.
         """
-        begun, by_twin = perf_counter(), {draft.twin: draft for draft in drafts}
+        start_time, by_twin = perf_counter(), {draft.twin: draft for draft in drafts}
         batch = Batch.from_scheduled(
             chunk(draft.twin, draft.place, len(draft.twin.token_ids) - draft.place, True) for draft in drafts
         )
         ordered = [by_twin[item.request] for item in batch.scheduled]
         tokens, chances = self.draw(ordered, self.runner.forward(batch))
-        self.note_seconds(begun, ordered)
+        self.note_seconds(start_time, ordered)
         going = []
         for draft, token, chance in zip(ordered, tokens, chances, strict=True):
             if not draft.tokens:

@@ -40,9 +40,11 @@ TOKEN_SHARE = 0.025
 at most eight times as much, whatever a few steps seem to say."""
 MEMORY = 0.95
 """Share of what was counted before that still counts after one more step, to know how long a token takes now."""
-FIRST_GAIN, GAIN_WEIGHT = 0.5, 0.15
-"""Tokens that asking a model for drafts is taken to bring beside what that costs, until it was tried, and what the
-newest time says about those to come."""
+FIRST_GAIN, LEAST_GAIN, GAIN_WEIGHT = 0.5, 0.1, 0.15
+"""Tokens that asking a model for drafts is taken to bring beside what that costs: until it was tried, for a new request
+at least, and what the newest time says about those to come."""
+OUTLIER = 2.0
+"""Times the median beyond which a time is another program's fault."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
 """Tokens without drafts after they did not pay: twice as many each time, up to the longest."""
 
@@ -94,6 +96,12 @@ class Medians:
         """Return the median, None where there are too few."""
         times = self._times.get(kind, ())
         return statistics.median(times) if len(times) >= ENOUGH else None
+
+    def usual(self, kind: Hashable, seconds: float) -> float:
+        """Note a time, and return it, or what is usual where it is out of all proportion."""
+        self.note(kind, seconds)
+        median = self.get(kind)
+        return seconds if median is None else min(seconds, OUTLIER * median)
 
 
 @dataclass(slots=True)
@@ -181,10 +189,22 @@ class DraftPolicy:
     """By number of requests, once, twice, four times as many apart."""
     _rate: Rate = field(default_factory=Rate)
     """That of the newest step."""
+    _whole_times: Medians = field(default_factory=Medians)
+    """Of steps with and without drafts together."""
+    _common_gain: float = FIRST_GAIN
 
     def new_likelihood(self) -> Likelihood:
         """Return what is expected of a request that was never drafted for."""
         return Likelihood(max(self.common_share, LEAST_SHARE))
+
+    def new_gain(self) -> Gain:
+        """Return what is expected of a request that a model was never asked for."""
+        return Gain(max(self._common_gain, LEAST_GAIN))
+
+    def note_gain(self, gain: Gain, tokens: float, num_tokens: int) -> None:
+        """Note what drafts brought a request; see Gain."""
+        gain.note(tokens, num_tokens)
+        self._common_gain += COMMON_WEIGHT * (tokens - self._common_gain)
 
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of a request's drafts."""
@@ -200,16 +220,16 @@ class DraftPolicy:
         rate = self._rates.get(requests.bit_length())
         return rate.token_seconds if rate else None
 
-    def verification(self, requests: int, drafts: int, worth: float) -> float:
+    def verification(self, requests: int, drafts: int, token_seconds: float) -> float:
         """Return the seconds by which a step takes longer with one more token.
 
         Args:
             requests: that the step has.
             drafts: of each, where a step with drafts was measured.
-            worth: seconds that a token is worth, from token_seconds().
+            token_seconds: as token_seconds() says.
         """
         without, with_drafts = self.verify_times.get(requests, 0), self.verify_times.get(requests, drafts)
-        step = without or with_drafts or worth
+        step = without or with_drafts or token_seconds
         share = TOKEN_SHARE
         if without and with_drafts and drafts:
             share = (with_drafts / without - 1) / (requests * drafts)
@@ -253,7 +273,7 @@ class DraftPolicy:
                 self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
                 self.verify_times.note(before, had_drafts, seconds)
             self._rate = self._rates.setdefault(before.bit_length(), Rate())
-            self._rate.add(before, seconds + of_drafts)
+            self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
         self._last = requests, drafts, now, drafting
 
     def interrupted(self) -> None:

@@ -159,7 +159,7 @@ class Speculation:
     """Tokens to draft for each request of the next step, where that is decided."""
     _last_error: str = field(default="", init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
-    """What drafting took, by the number of requests and the longest of their drafts."""
+    """What drafting took for each token of the longest draft, by the number of requests."""
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
     def waits(self, requests: Sequence[Request]) -> bool:
@@ -188,28 +188,30 @@ class Speculation:
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
-        worth, verification = self._values(running) if lengths else (None, 0.0)
-        tasks = [DraftTask(request, length, worth, verification) for request, length in lengths.items()]
+        token_seconds, verification = self._values(running) if lengths else (None, 0.0)
+        tasks = [
+            DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
+        ]
         if not tasks:
             return {}
-        begun = perf_counter()
+        start = perf_counter()
         drafts = zip(tasks, self._proposed(tasks), strict=True)
         usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
-        self._note_proposals(usable, perf_counter() - begun, worth, verification)
+        self._note_proposals(usable, perf_counter() - start, token_seconds, verification)
         return {request: tokens for request, tokens in usable.items() if tokens}
 
     def _values(self, running: int) -> tuple[float | None, float]:
         """Return the seconds that a token is worth where so many requests decode, and what verifying one takes."""
-        worth = self.policy.token_seconds(running) if self.adapts and self.needs_model else None
-        if worth is None:
+        token_seconds = self.policy.token_seconds(running) if self.adapts and self.needs_model else None
+        if token_seconds is None:
             return None, 0.0
-        return worth, self.policy.verification(running, self.rounded(FIRST_TOKENS - 1), worth)
+        return token_seconds, self.policy.verification(running, self.rounded(FIRST_TOKENS - 1), token_seconds)
 
     def _note_proposals(
         self,
         drafts: Mapping[Request, Sequence[int]],
         seconds: float,
-        worth: float | None,
+        token_seconds: float | None,
         verification: float,
     ) -> None:
         """Note what a drafter proposed, and what that costs.
@@ -217,20 +219,20 @@ class Speculation:
         Args:
             drafts: that will be verified.
             seconds: that drafting took.
-            worth: seconds that a token is worth.
+            token_seconds: seconds that a token is worth.
             verification: seconds by which a step takes longer with one more token.
         """
         self.policy.drafted(seconds)
         if self.weighs:
-            kind = len(drafts).bit_length(), max(map(len, drafts.values()))
-            self._draft_times.note(kind, seconds)
-            # Not this one time, which may be another program's fault.
-            of_each = (self._draft_times.get(kind) or seconds) / len(drafts)
+            # Not of this one time, which may be another program's fault.
+            kind, longest = len(drafts).bit_length(), max(1, *map(len, drafts.values()))
+            self._draft_times.note(kind, seconds / longest)
+            of_each = (self._draft_times.get(kind) or 0.0) * longest / len(drafts)
             for request, tokens in drafts.items():
                 length = self._length(request)
-                length.cost = (of_each + verification * len(tokens)) / worth if worth else 0.0
+                length.cost = (of_each + verification * len(tokens)) / token_seconds if token_seconds else 0.0
                 if not tokens:
-                    length.gain.note(-length.cost, len(request.token_ids))
+                    self.policy.note_gain(length.gain, -length.cost, len(request.token_ids))
         elif self.overlaps or self.head:
             for request, tokens in drafts.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
@@ -340,7 +342,7 @@ class Speculation:
         if self.chooses:
             length.likelihood.update(proposed, num_accepted)
         elif self.adapts:
-            length.gain.note(num_accepted - length.cost, num_tokens)
+            self.policy.note_gain(length.gain, num_accepted - length.cost, num_tokens)
             length.update(proposed, num_accepted, num_tokens)
 
     def numbers(self) -> dict[str, float]:
@@ -365,7 +367,7 @@ class Speculation:
         length = self._lengths.get(request)
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood())
+            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), self.policy.new_gain())
             self._lengths[request] = length
         return length
 

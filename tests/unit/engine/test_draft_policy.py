@@ -201,7 +201,7 @@ def test_the_time_of_drafting_is_that_of_the_step_that_it_is_for() -> None:
     for place in range(6):
         policy.launched(2, 0, now + 2.0 * place, waited=False)
     assert policy.times.ratio(2, 3) == 6.5 / 2.0
-    assert policy.verification(2, 3, worth=1.0) == pytest.approx(0.5 / 6)
+    assert policy.verification(2, 3, token_seconds=1.0) == pytest.approx(0.5 / 6)
     assert policy.token_seconds(2) is not None and policy.token_seconds(64) is None
 
 
@@ -277,7 +277,7 @@ def test_a_draft_ends_where_one_more_step_does_not_pay() -> None:
         goes_on = [books.add(made, 5, chance, 1) for chance in chances]
         return [len(made.tokens) == len(chances), goes_on[-1]]
 
-    timed = {"worth": 10e-3, "verification": 0.2e-3}
+    timed = {"token_seconds": 10e-3, "verify_seconds": 0.2e-3}
     assert draft(0.9, **timed) == draft(0.9, 0.9, **timed) == [True, True]
     # Likely enough to be verified, now that it is there, and not enough for another step.
     assert draft(0.1, **timed) == draft(0.9, 0.3, **timed) == [True, False]

@@ -23,9 +23,9 @@ class DraftTask:
     """Its token_ids are all known; they have only grown since the last task of the same request."""
     limit: int
     """Most tokens to propose, at least 1."""
-    worth: float | None = None
+    token_seconds: float | None = None
     """Seconds that a token is worth: what the engine takes for one now; None where that is not known."""
-    verification: float = 0.0
+    verify_seconds: float = 0.0
     """Seconds by which a step takes longer with one more draft."""
 
 
