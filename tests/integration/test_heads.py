@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,23 @@ from bits import preempting
 from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
 from nibble import LLM
 from nibble.attention import backends
+from nibble.attention.planner.memory import MemoryPlanner
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
+from nibble.drafts import KEPT_STATES
 from nibble.engine import build, draft_head, speculation_plan, warmup
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.graphs import Graphs, live
-from nibble.engine.plan import plan_engine
-from nibble.engine.speculation_plan import head_layers
+from nibble.engine.plan import plan_cache, plan_engine
+from nibble.engine.speculation_plan import DraftMemory, head_layers
 from nibble.errors import ConfigError, WeightError
 from nibble.hardware import probe
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import compiled
 from nibble.models.hub import locate
+from nibble.spec import CacheSpec
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
@@ -449,3 +453,29 @@ def test_the_demo_brings_a_head() -> None:
     )
     accepted, drafted = rates(llm)
     assert accepted > 0.4 * drafted > 0
+
+
+def test_what_a_head_keeps_is_planned(
+    target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states that wait for the head are within the plan, which says what the head takes."""
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}", token_budget=48, max_running=4)
+    head, most, observe = head_of(llm), [0], DraftHead.observe
+
+    def watch(self: DraftHead, batch: Any, states_TX: Tensor) -> None:
+        observe(self, batch, states_TX)
+        kept = sum(track.states.nbytes for track in self._tracks.values())
+        most[0] = max(most[0], kept)
+
+    monkeypatch.setattr(DraftHead, "observe", watch)
+    answers(llm, PROMPTS, **GREEDY)
+    engine_plan = llm._engine_plan
+    small = plan_cache(replace(engine_plan.draft, kv_memory=None), engine_plan.hardware)  # type: ignore[type-var]
+    planner = MemoryPlanner(CacheSpec.from_config(small.config), small.model_spec, small.hardware, small.plan)
+    memory = DraftMemory.of(small, planner, engine_plan.model_spec, "float32")
+    waiting = 4 * (KEPT_STATES + 1) * head.head.config.hidden_size * 4
+    assert 0 < most[0] <= waiting < memory.states
+    own = load_file(eagles["raw"] / "model.safetensors").values()
+    assert memory.weights >= sum(4 * x.numel() for x in own if x.is_floating_point())
+    (note,) = (note for note in llm.plan.notes if "hidden states" in note)
+    assert "eagle3" in note and "weights" in note and "pages of" in note
