@@ -30,8 +30,9 @@ from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
 from nibble.drafts import KEPT_STATES
-from nibble.engine import build, draft_head, speculation_plan, warmup
+from nibble.engine import build, draft_books, draft_head, speculation_plan, speculative, warmup
 from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.engine.speculation_plan import DraftMemory, head_layers
@@ -50,6 +51,12 @@ from toys import graph_backend
 FORMATS = ("raw", "speculators")
 Said = list[tuple[list[int], list[int], Tensor]]
 """Tokens of a request, drafts behind them, and the logits of the next draft."""
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide without times: what is drafted must not depend on how fast this machine is now."""
+    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
 
 
 def engine(model: Path, **options: Any) -> LLM:
@@ -442,7 +449,16 @@ def test_scales_of_a_head_are_measured_on_hidden_states(
     answers(llm, PROMPTS[:1], **GREEDY)
 
 
-def test_the_demo_brings_a_head() -> None:
+@pytest.mark.parametrize("head_ms", [None, 3, 30])
+def test_the_demo_brings_a_head(head_ms: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With planted times: a token takes 20 ms, so steps of 3 ms pay, and those of 30 do not."""
+    if head_ms:
+        clock = itertools.count(step=head_ms / 1000)
+        monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: 20e-3)
+        monkeypatch.setattr(DraftPolicy, "verification", lambda self, requests, drafts, seconds: 0.3e-3)
+        for module in (draft_books, draft_head):
+            monkeypatch.setattr(module, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(speculative, "perf_counter", lambda: 0.0)
     llm = LLM("demo", kv_format="nvfp4", kv_memory="48MiB", speculative="eagle3,kv_format=nvfp4", kv_window=0)
     prompt = (Path(locate("demo")) / "heldout.txt").read_text(encoding="utf-8")[:1500]
     params: dict[str, Any] = {"max_tokens": 48, "temperature": 0.0, "ignore_eos": True}
@@ -453,6 +469,9 @@ def test_the_demo_brings_a_head() -> None:
     )
     accepted, drafted = rates(llm)
     assert accepted > 0.4 * drafted > 0
+    # One draft a step, but for the first few steps.
+    steps = llm.engine.speculation.counts.steps  # type: ignore[union-attr]
+    assert drafted < 1.4 * steps if head_ms == 30 else drafted > 1.4 * steps
 
 
 def test_what_a_head_keeps_is_planned(

@@ -36,7 +36,6 @@ def check(config: Config, weights: Weights | None) -> None:
         return
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
-        (bool(config.hisparse), "--hisparse", "pages that are in host memory are those of one GPU"),
         (
             bool(config.weights),
             "--weights",
