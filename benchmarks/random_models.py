@@ -9,6 +9,7 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,8 @@ from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.activations import AUTO, FULL, activations_of
 from nibble.models.experts import ExpertMatrices, expert_matrices, packed_matrices, set_packed_experts
+from nibble.models.head_model import class_of
+from nibble.models.heads import HeadFacts
 from nibble.models.linear import QuantizedLinear, compile_ahead, quantized_layers
 from nibble.models.pack import Packer
 from nibble.models.quantization import Handling, MatrixFormat, Quantization, parse
@@ -203,6 +206,8 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         activations: str = FULL,
         **others: object,  # of loading from files
     ) -> nn.Module:
+        if HeadFacts.of(config):
+            return make_head(config, dtype, device)
         if weights:
             del config.quantization_config
         is_packed = bool(weights) and handling in (Handling.PACKED, Handling.EXPERTS)
@@ -223,6 +228,35 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         with mock.patch.object(build, "load", load):
             llm = LLM(folder, **{"kv_scales": "one", **PLAIN, **options})
         yield Served(llm, kept["prompt"], kept["expected"])
+
+
+@contextmanager
+def head_folder(shape: str, draft_vocab: int = 32000) -> Iterator[Path]:
+    """The folder of an EAGLE-3 head for a shape in SHAPES, with config.json alone; served() makes its weights."""
+    config, names = shape_config(shape), ("num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+    last = config.num_hidden_layers
+    layers = (2, last // 2, last - 3) if last > 5 else (1, max(last // 2, 1), last)
+    fields = {
+        **{name: getattr(config, name) for name in names}, "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": min(draft_vocab, config.vocab_size),
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        yield Path(folder)
+
+
+def make_head(config: PretrainedConfig, dtype: str, device: str) -> nn.Module:
+    """A head with random weights, which drafts the first tokens of the vocabulary."""
+    torch.manual_seed(1)
+    with torch.device(device):
+        head = class_of(config)._from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=hook.NAME
+        )
+    made: nn.Module = head.eval()
+    return made
 
 
 def pack(

@@ -1,14 +1,19 @@
 """What a step that verifies drafts takes beside one that decodes, and what a forced share of accepted drafts brings.
 
     python benchmarks/verify_steps.py [--model llama-3.1-8b] [--scheme nvfp4] [--requests 1,8,32,128] [--context 8K]
-        [--drafts 3] [--accept 0.7]
+        [--drafts 3] [--accept 0.7] [--head]
 
-Random weights, and a drafter that costs nothing; whether a draft is accepted is decided by a coin, and everything else
-is the engine's own. `decode`: recorded steps of one token, launched before the last is read. `verify`: steps of
-1 + DRAFTS tokens in every step. `device`: their graphs alone, replayed one after the other; what is missing to the
-whole step is the host's. `auto`: the number of drafts is left to Nibble. The gate is engine_gpu.py's, and logits of
-recorded steps with drafts against the same steps as they are computed without a record. Times are medians of steps,
-host included.
+Random weights, and a drafter that costs nothing, or with --head an EAGLE-3 head of the model's shape that really runs,
+over a cache in the same scheme. Whether a draft is accepted is decided by a coin, and everything else is the engine's
+own. So that a head of random weights drafts at all, it takes each of its drafts for as likely as --accept.
+
+`decode`: recorded steps of one token, launched before the last is read. `verify`: steps of 1 + DRAFTS tokens in every
+step. `device`: their graphs alone, replayed one after the other; what is missing to the whole step is the host's, and
+the head's. `auto`: the number of drafts is left to Nibble. The gate is engine_gpu.py's, and logits of recorded steps
+with drafts against the same steps as they are computed without a record. Times are medians of steps, host included. On
+a CPU nothing is recorded, and all else runs, which checks the benchmark:
+
+    python benchmarks/verify_steps.py --model tiny --requests 1 --context 64 --answer 300 --steps 12 --long 24 --head
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,12 +32,13 @@ from unittest import mock
 import engine_load as load
 import paged
 import torch
-from random_models import served
+from random_models import head_folder, served
 from report import markdown
 
 import gpu
 from nibble import LLM, SamplingParams
 from nibble.engine import drafters, engine
+from nibble.engine.draft_head import DraftHead
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
 from nibble.engine.request import Batch, Delta, Logprob
 from nibble.engine.speculative import Speculation
@@ -42,8 +48,6 @@ EXACT, QUANTISED = 0.05, 0.35
 SAME = 0.03
 """Most by which logits of a step differ with and without a record, norm over norm."""
 STEPS, LONG, WARMUP, REPLAYS = 32, 160, 8, 20
-MOST = 512
-"""Tokens of an answer, which no run gets to."""
 STEP_FLOORS = {1: 1.10, 8: 1.15, 32: 1.25}
 """Most times a decode step that a step with three drafts may take."""
 FORCED_FLOORS, NEVER_FLOORS = {1: 1.8, 8: 1.6}, {1: 0.97, 8: 0.97, 32: 0.97, 128: 0.98}
@@ -77,10 +81,28 @@ def accepting(share: float) -> Iterator[None]:
         yield
 
 
-def speculation(llm: LLM, tokens: int | None) -> Speculation:
+@contextmanager
+def sure(chance: float) -> Iterator[None]:
+    """Let a head take each of its drafts for as likely as this; all that drawing takes is done."""
+    draw = DraftHead._draw
+
+    def run(self: DraftHead, tracks: Sequence[Any], logits_SV: torch.Tensor) -> tuple[list[int], list[float]]:
+        tokens, chances = draw(self, tracks, logits_SV)
+        return tokens, [chance] * len(chances)
+
+    with mock.patch.object(DraftHead, "_draw", run):
+        yield
+
+
+def speculation(llm: LLM, tokens: int | None, drafter: Any) -> Speculation:
     """Drafts of so many tokens, or as many as pay."""
-    vocab = llm.engine.vocab_size
-    return Speculation("free", Free(), tokens or 7, tokens is None, 256, vocab, llm.engine.overlap)
+    head = drafter if isinstance(drafter, DraftHead) else None
+    if head:
+        head.adapts = tokens is None
+    return Speculation(
+        "drafts", drafter, tokens or 7, tokens is None, 256, llm.engine.vocab_size, llm.engine.overlap, head,
+        needs_model=bool(head),
+    )  # fmt: skip
 
 
 @dataclass
@@ -98,19 +120,27 @@ class Run:
         return sum(isinstance(size, tuple) for size in self.sizes)
 
 
-def run(llm: LLM, prompts: Sequence[list[int]], steps: int, drafts: Speculation | None) -> Run:
-    """Decode prompts that are planted already."""
+def run(
+    llm: LLM, prompts: Sequence[list[int]], steps: int, drafts: Speculation | None, answer: int = 512
+) -> Run:
+    """Decode prompts: planted already, or computed before the first step that counts."""
     made, pieces, sizes = llm.engine, list[Delta](), list[Any]()
     made.speculation, graphs = drafts, made.runner.graphs
-    params = SamplingParams(max_tokens=MOST, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
     tickets = [made.submit(prompt, params, pieces.append) for prompt in prompts]
-    ends, counts, replay = [], [], graphs.replay
+    ends, counts = [], []
 
     def note(size: Any) -> None:
         sizes.append(size)
         replay(size)
 
-    with mock.patch.object(graphs, "replay", note):
+    with ExitStack() as patches:
+        if graphs:
+            replay = graphs.replay
+            patches.enter_context(mock.patch.object(graphs, "replay", note))
+        books = made.scheduler
+        while made.busy and not all(one.is_decoding for one in (*books.waiting, *books.running)):
+            made.step()
         for _ in range(steps + WARMUP):
             made.step()
             ends.append(time.perf_counter())
@@ -135,25 +165,24 @@ def device_ms(llm: LLM, size: Any) -> float:
     return start.elapsed_time(end) / REPLAYS
 
 
-def check(llm: LLM, context: int) -> float:
+def check(llm: LLM, context: int, drafter: Any) -> float:
     """How far logits of recorded steps with drafts are from those of the same steps without a record."""
-    made, runner, worst = llm.engine, llm.engine.runner, [0.0]
+    runner, worst = llm.engine.runner, [0.0]
     prompts, forward = planted(llm, 3, context), runner.forward
 
     def both(batch: Batch, **options: Any) -> torch.Tensor:
         logits = forward(batch, **options)
         if any(item.drafts for item in batch.scheduled):
-            ours, graphs = logits.float().clone(), runner.graphs
+            ours, graphs, states = logits.float().clone(), runner.graphs, runner.hidden_states
             runner.graphs = None
             theirs = forward(batch, **options).float()
-            runner.graphs = graphs
+            runner.graphs, runner.hidden_states = graphs, states
             worst.append(float((ours - theirs).norm() / theirs.norm()))
         return logits
 
     with mock.patch.object(runner, "forward", both), accepting(0.5):
         for drafts in (7, 3, 1):
-            made.speculation = speculation(llm, drafts)
-            run(llm, prompts, 4, made.speculation)
+            run(llm, prompts, 4, speculation(llm, drafts, drafter))
     if len(worst) < 4 or not max(worst) <= SAME:
         raise SystemExit(f"recorded steps with drafts are off by {max(worst):.1e} ({len(worst) - 1} steps)")
     return max(worst)
@@ -175,37 +204,60 @@ def verdict(value: float, floor: float | None, *, most: bool = False) -> str:
     return f"{value:.3f} x ({'at most' if most else 'at least'} {floor:g}: {'ok' if good else 'MISSED'})"
 
 
-def measure(llm: LLM, options: argparse.Namespace) -> str:
+def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
     """Return the table."""
-    context, rows = paged.tokens(options.context), []
+    context, rows, drafts = paged.tokens(options.context), [], options.drafts
     for requests in [int(n) for n in options.requests.split(",")]:
-        if not load.fits(llm, requests, context + MOST):
+        if not load.fits(llm, requests, context + options.answer):
             print(f"{requests} requests of {options.context} do not fit", flush=True)
             continue
         prompts = planted(llm, requests, context)
-        plain = run(llm, prompts, LONG, None)
-        of_decode = device_ms(llm, plain.sizes[-1])
-        with accepting(options.accept):
-            forced = run(llm, prompts, STEPS, speculation(llm, options.drafts))
-            size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), plain.sizes[-1])
-            of_verify = device_ms(llm, size)
-            auto = run(llm, prompts, STEPS, speculation(llm, None))
-        with accepting(0.0):
-            never = run(llm, prompts, LONG, speculation(llm, None))
-        fits = 256 // requests > options.drafts
+
+        def once(steps: int, tokens: int | None = None, *, plain: bool = False) -> Run:
+            made = None if plain else speculation(llm, tokens, drafter)
+            return run(llm, prompts, steps, made, options.answer)  # noqa: B023
+
+        with accepting(options.accept), sure(options.accept):
+            # First, so that a head has the prefix when its steps are timed.
+            forced = once(options.steps, drafts)
+            plain = once(options.long, plain=True)
+            auto = once(options.long)
+            parts = head_parts(llm, once, drafts) if options.head else ""
+        with accepting(0.0), sure(options.accept):
+            never = once(options.long)
+        size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), "")
+        of_decode = f" ({device_ms(llm, plain.sizes[-1]):.3f})" if plain.sizes else ""
+        of_verify = f" ({device_ms(llm, size):.3f}) {size}" if size else ""
+        fits = 256 // requests > drafts and not options.head
         rows.append(
-            (requests, f"{plain.ms:.3f} ({of_decode:.3f})", f"{forced.ms:.3f} ({of_verify:.3f}) {size}",
+            (requests, f"{plain.ms:.3f}{of_decode}", f"{forced.ms:.3f}{of_verify}{parts}",
              verdict(forced.ms / plain.ms, STEP_FLOORS.get(requests) if fits else None, most=True),
              verdict(forced.tokens_s / plain.tokens_s, FORCED_FLOORS.get(requests)),
              f"{auto.tokens_s / plain.tokens_s:.2f} x",
-             verdict(never.tokens_s / plain.tokens_s, NEVER_FLOORS.get(requests)) + f", {never.verified} of {LONG}")
+             verdict(never.tokens_s / plain.tokens_s, NEVER_FLOORS.get(requests))
+             + f", {never.verified} of {options.long}")
         )  # fmt: skip
         print(*rows[-1], flush=True)
     head = (
-        "requests", "decode, ms (device)", f"{options.drafts} drafts, ms (device), size", "a step",
+        "requests", "decode, ms (device)", f"{drafts} drafts, ms (device), size", "a step",
         f"tokens/s at {options.accept:g}", f"auto at {options.accept:g}", "auto at 0, steps with drafts",
     )  # fmt: skip
     return markdown(head, rows)
+
+
+def head_parts(llm: LLM, once: Callable[..., Run], drafts: int) -> str:
+    """What the head took of the steps that it drafted for: `, of which the head 3.1`."""
+    spent, propose = list[float](), DraftHead.propose
+
+    def timed(self: DraftHead, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        begun = time.perf_counter()
+        proposed = propose(self, tasks)
+        spent.append(time.perf_counter() - begun)
+        return proposed
+
+    with mock.patch.object(DraftHead, "propose", timed):
+        once(WARMUP, drafts)
+    return f", of which the head {statistics.median(spent) * 1e3:.3f}"
 
 
 def main() -> None:
@@ -218,28 +270,42 @@ def main() -> None:
     parser.add_argument("--context", default="8K")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--accept", type=float, default=0.7)
+    parser.add_argument("--head", action="store_true", help="an EAGLE-3 head of random weights drafts")
+    parser.add_argument("--answer", type=int, default=512, help="tokens of an answer, which no run gets to")
+    parser.add_argument("--steps", type=int, default=STEPS, help="with drafts")
+    parser.add_argument(
+        "--long", type=int, default=LONG, help="steps without drafts, and where Nibble decides"
+    )
     options = parser.parse_args()
     drafters.register(DrafterInfo("free", "some tokens", Free, max_tokens=7))
-    most = max(int(n) for n in options.requests.split(","))
-    # The drafter is named, so that the plan has a route for drafts and memory for them.
-    with served(
-        options.model, kv_format=options.scheme, device=gpu.device(), max_running=most, speculative="free",
-        max_context=paged.tokens(options.context) + MOST + 16,
-    ) as made:  # fmt: skip
+    most, context = max(int(n) for n in options.requests.split(",")), paged.tokens(options.context)
+    with ExitStack() as stack:
+        # The drafter is named, so that the plan has a route for drafts and memory for them.
+        name = "free"
+        if options.head:
+            folder = stack.enter_context(head_folder(options.model))
+            name = f"eagle3:{folder},kv_format={options.scheme}"
+        made = stack.enter_context(served(
+            options.model, kv_format=options.scheme, device=gpu.device(), max_running=max(most, 3), speculative=name,
+            max_context=context + options.answer + 16,
+        ))  # fmt: skip
         llm, graphs = made.llm, made.llm.engine.runner.graphs
+        assert llm.engine.speculation is not None
+        drafter = llm.engine.speculation.drafter
         print(f"{gpu.machine()}: {options.scheme} cache; {llm.engine.startup.summary}")
         print(*llm.engine.startup.notes, *map(str, llm.plan.groups[0].routes), sep="\n")
-        if not graphs or not graphs.verify_sizes:
+        if gpu.device() != "cpu" and not (graphs and graphs.verify_sizes):
             raise SystemExit("steps with drafts are not recorded here: there is nothing to measure")
-        print("recorded:", *graphs.verify_sizes, flush=True)
         llm.engine.speculation = None
         error, below = load.gate(
             llm, made.prompt, made.expected_TV, EXACT if options.scheme == "bf16" else QUANTISED
         )
         print(f"logits off {error:.1e}, answers at most {below:.2f} deviations below the best", flush=True)
-        load.fill_pool(llm)
-        print(f"recorded steps with drafts off {check(llm, 1024):.1e}", flush=True)
-        print(measure(llm, options))
+        if graphs:
+            print("recorded:", *graphs.verify_sizes, flush=True)
+            load.fill_pool(llm)
+            print(f"recorded steps with drafts off {check(llm, 1024, drafter):.1e}", flush=True)
+        print(measure(llm, options, drafter))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ CPU_VERIFY_TOKENS, GPU_VERIFY_TOKENS = 64, 256
 more takes longer with each: on a CPU the model `demo` needs 1.4 times as long for 16 tokens as for one."""
 
 
+KEPT_STATES = 16
+"""Most hidden states of a request that wait for a step of its head, which computes rows of its cache of them."""
+
 SHORTEST_VERIFY = 2
 """The fewest tokens of a request in a recorded step with drafts."""
 

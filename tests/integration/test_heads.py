@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,24 @@ from bits import preempting
 from heads import MTP, Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
 from nibble import LLM
 from nibble.attention import backends
+from nibble.attention.planner.memory import MemoryPlanner
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
-from nibble.engine import build, draft_head, speculation_plan, warmup
+from nibble.drafts import KEPT_STATES
+from nibble.engine import build, draft_books, draft_head, speculation_plan, speculative, warmup
 from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.graphs import Graphs, live
-from nibble.engine.plan import plan_engine
-from nibble.engine.speculation_plan import head_layers
+from nibble.engine.plan import plan_cache, plan_engine
+from nibble.engine.speculation_plan import DraftMemory, head_layers
 from nibble.errors import ConfigError, WeightError
 from nibble.hardware import probe
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import compiled
 from nibble.models.hub import locate
+from nibble.spec import CacheSpec
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
@@ -46,6 +51,12 @@ from toys import graph_backend
 FORMATS = ("raw", "speculators")
 Said = list[tuple[list[int], list[int], Tensor]]
 """Tokens of a request, drafts behind them, and the logits of the next draft."""
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide without times: what is drafted must not depend on how fast this machine is now."""
+    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
 
 
 def engine(model: Path, **options: Any) -> LLM:
@@ -77,7 +88,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
         full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         full[:, slice(None) if self.draft_ids is None else self.draft_ids] = logits.float()
         for track, row in zip(tracks, full, strict=True):
-            said.append((list(track.request.token_ids), list(track.drafts), row.clone()))
+            said.append((list(track.request.token_ids), list(track.tokens), row.clone()))
         if known is None:
             return before(self, tracks, logits)
         tokens = [_answer(known, track) for track in tracks]
@@ -93,7 +104,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
 def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any) -> int:
     answer, place = (
         known[tuple(track.request.prompt_token_ids)],
-        track.request.num_output_tokens + len(track.drafts),
+        track.request.num_output_tokens + len(track.tokens),
     )
     right = place < len(answer) and (place * 7 + len(answer[:place])) % 10 >= 3
     return answer[place] if right else (place * 31) % 256
@@ -259,7 +270,7 @@ def test_answers_are_those_without_and_the_cache_is_right(
         llm.generate(turn, max_tokens=8)
     head_of(llm).manager.check_integrity()
     accepted, drafted = rates(llm)
-    assert 0.2 * drafted < accepted < drafted
+    assert 0.1 * drafted < accepted < drafted
     assert head_of(llm).manager.stats.hit_tokens > 128
     # Over a hundred tokens a recurrent state in float32 comes out a little otherwise in Transformers' own arithmetic.
     limit = 1e-3 if name == "qwen3_next" else 1e-4
@@ -438,7 +449,16 @@ def test_scales_of_a_head_are_measured_on_hidden_states(
     answers(llm, PROMPTS[:1], **GREEDY)
 
 
-def test_the_demo_brings_a_head() -> None:
+@pytest.mark.parametrize("head_ms", [None, 3, 30])
+def test_the_demo_brings_a_head(head_ms: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With planted times: a token takes 20 ms, so steps of 3 ms pay, and those of 30 do not."""
+    if head_ms:
+        clock = itertools.count(step=head_ms / 1000)
+        monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: 20e-3)
+        monkeypatch.setattr(DraftPolicy, "verification", lambda self, requests, drafts, seconds: 0.3e-3)
+        for module in (draft_books, draft_head):
+            monkeypatch.setattr(module, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(speculative, "perf_counter", lambda: 0.0)
     llm = LLM("demo", kv_format="nvfp4", kv_memory="48MiB", speculative="eagle3,kv_format=nvfp4", kv_window=0)
     prompt = (Path(locate("demo")) / "heldout.txt").read_text(encoding="utf-8")[:1500]
     params: dict[str, Any] = {"max_tokens": 48, "temperature": 0.0, "ignore_eos": True}
@@ -449,3 +469,32 @@ def test_the_demo_brings_a_head() -> None:
     )
     accepted, drafted = rates(llm)
     assert accepted > 0.4 * drafted > 0
+    # One draft a step, but for the first few steps.
+    steps = llm.engine.speculation.counts.steps  # type: ignore[union-attr]
+    assert drafted < 1.4 * steps if head_ms == 30 else drafted > 1.4 * steps
+
+
+def test_what_a_head_keeps_is_planned(
+    target: Path, eagles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states that wait for the head are within the plan, which says what the head takes."""
+    llm = engine(target, speculative=f"eagle3:{eagles['raw']}", token_budget=48, max_running=4)
+    head, most, observe = head_of(llm), [0], DraftHead.observe
+
+    def watch(self: DraftHead, batch: Any, states_TX: Tensor) -> None:
+        observe(self, batch, states_TX)
+        kept = sum(track.states.nbytes for track in self._tracks.values())
+        most[0] = max(most[0], kept)
+
+    monkeypatch.setattr(DraftHead, "observe", watch)
+    answers(llm, PROMPTS, **GREEDY)
+    engine_plan = llm._engine_plan
+    small = plan_cache(replace(engine_plan.draft, kv_memory=None), engine_plan.hardware)  # type: ignore[type-var]
+    planner = MemoryPlanner(CacheSpec.from_config(small.config), small.model_spec, small.hardware, small.plan)
+    memory = DraftMemory.of(small, planner, engine_plan.model_spec, "float32")
+    waiting = 4 * (KEPT_STATES + 1) * head.head.config.hidden_size * 4
+    assert 0 < most[0] <= waiting < memory.states
+    own = load_file(eagles["raw"] / "model.safetensors").values()
+    assert memory.weights >= sum(4 * x.numel() for x in own if x.is_floating_point())
+    (note,) = (note for note in llm.plan.notes if "hidden states" in note)
+    assert "eagle3" in note and "weights" in note and "pages of" in note

@@ -19,8 +19,9 @@ Shape suffixes: T tokens of a step, S rows that are sampled, H hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,20 +29,15 @@ from torch import Tensor
 
 from nibble.attention.layer import StepContext
 from nibble.cache.manager import CacheManager
-from nibble.engine.drafters.base import DraftTask, can_follow
+from nibble.drafts import KEPT_STATES
+from nibble.engine.draft_books import Draft, DraftBooks, chunk, ended
+from nibble.engine.drafters.base import DraftTask
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, Request, ScheduledRequest, State
+from nibble.engine.request import Batch, Request
 from nibble.engine.sampler import Sampler
-from nibble.errors import OutOfPages
-from nibble.model_spec import Phase
 from nibble.models.head_model import draft_ids
 from nibble.models.hook import CONTEXT, attention_mask_for
 
-MIN_ROWS = 16
-"""Rows that are computed at a time where no drafts are asked for."""
-LEAST_CHANCE = 0.2
-"""A draft ends where the chance that all of it is right has fallen below this, as far as the head knows: to verify one
-more token costs more than it brings."""
 NO_LIMIT = 1 << 62
 
 
@@ -75,23 +71,15 @@ class HeadForward:
 
 
 @dataclass(eq=False)
-class Track:
+class Track(Draft):
     """What the head knows of a request: its twin's pages, and the hidden states of rows that are not computed yet."""
 
-    request: Request
-    twin: Request
-    states: Tensor
+    states: Tensor = field(default_factory=lambda: torch.empty(0))
     """[n, H], of the rows from `start` on."""
+    next_states: Tensor | None = None
+    """[1, H], that the newest draft's row is computed from."""
     is_lost: bool = False
     """Whether nothing can be drafted: rows are missing, or pages."""
-    drafts: list[int] = field(default_factory=list)
-    chance: float = 1.0
-    """That all drafts so far are right, as far as the head knows."""
-
-    @property
-    def start(self) -> int:
-        """Return the first row that is not stored for good."""
-        return self.twin.lease.num_stored_tokens
 
     @property
     def num_known(self) -> int:
@@ -111,7 +99,7 @@ class Track:
         self.twin.token_ids += self.request.token_ids[1 + len(self.twin.token_ids) :]
 
 
-class DraftHead:
+class DraftHead(DraftBooks):
     """The drafter.
 
     Args:
@@ -134,11 +122,10 @@ class DraftHead:
         vocab_size: int,
         adapts: bool,
     ) -> None:
-        self.runner, self.manager, self.sampler = runner, manager, sampler
-        self.step_tokens, self.max_context = step_tokens, max_context
+        super().__init__(runner, manager, sampler, step_tokens, max_context, adapts)
         assert isinstance(runner.run, HeadForward)
         self.forward, self.head = runner.run, runner.run.head
-        self.vocab_size, self.least_chance = vocab_size, LEAST_CHANCE if adapts else 0.0
+        self.vocab_size = vocab_size
         self.draft_ids = draft_ids(self.head, vocab_size)
         self._tracks: dict[Request, Track] = {}
 
@@ -163,12 +150,11 @@ class DraftHead:
         tracks = [self._track(item.request) for item in batch.scheduled]
         for track in tracks:
             track.follow()
-        self._store([track for track in tracks if track.num_known - track.start > MIN_ROWS])
+        self._store([track for track in tracks if track.num_known - track.start > KEPT_STATES])
 
     def _forget(self, running: Iterable[Request]) -> None:
-        """Close what is kept of requests that do not run: they have ended, or wait for room."""
-        live = set(running)
-        for request in [one for one in self._tracks if one.state is not State.RUNNING and one not in live]:
+        """Close what is kept of requests that do not run."""
+        for request in ended(self._tracks, running):
             self._closed(self._tracks.pop(request))
 
     def _track(self, request: Request) -> Track:
@@ -177,9 +163,8 @@ class DraftHead:
             twin = Request(request.id, request.token_ids[:1])
             twin.token_ids = request.token_ids[1:]
             size = self.head.config.hidden_size
-            track = Track(
-                request, twin, torch.empty(0, size, dtype=self.head.dtype, device=self.runner.device)
-            )
+            none = torch.empty(0, size, dtype=self.head.dtype, device=self.runner.device)
+            track = Track(request, twin, states=none)
             namespace = f"{request.namespace}/{request.token_ids[0]}"
             twin.lease = self.manager.open(twin.token_ids, namespace, reusable=len(twin.token_ids))
             self._tracks[request] = track
@@ -202,7 +187,7 @@ class DraftHead:
             room, batch = self.step_tokens, list[tuple[Track, int]]()
             for track in rest:
                 count = min(track.num_known - 1 - track.start, room)
-                if count > 0 and self._reserve(track, track.start + count):
+                if count > 0 and self._has_pages(track, track.start + count):
                     batch.append((track, count))
                     room -= count
             if not batch:
@@ -212,11 +197,10 @@ class DraftHead:
                 self._keep(track, track.start + count)
             rest = [track for track in rest if not track.is_lost and track.num_known - 1 > track.start]
 
-    def _reserve(self, track: Track, upto: int) -> bool:
-        try:
-            self.manager.reserve(track.twin.lease, upto)
-        except OutOfPages:
-            track.is_lost = not track.drafts
+    def _has_pages(self, track: Track, upto: int) -> bool:
+        """Reserve pages for rows; a request whose answer has none is lost."""
+        if not self.reserve(track, upto):
+            track.is_lost = not track.tokens
             return False
         return True
 
@@ -231,7 +215,7 @@ class DraftHead:
         Return the requests in the order of the step, and the logits [S, V].
         """
         by_twin = {row[0].twin: row for row in rows}
-        items = (_chunk(track.twin, start, count, samples) for track, start, count, _, samples in rows)
+        items = (chunk(track.twin, start, count, samples) for track, start, count, _, samples in rows)
         batch = Batch.from_scheduled(items)
         ordered = [by_twin[item.request] for item in batch.scheduled]
         self.forward.input_states = torch.cat([row[3] for row in ordered])
@@ -245,83 +229,57 @@ class DraftHead:
         """Return for each task what the head would answer."""
         self._forget(task.request for task in tasks)
         tracks = [self._track(task.request) for task in tasks]
-        limits = {track: task.limit for track, task in zip(tracks, tasks, strict=True)}
-        ready = [track for track in tracks if self._is_ready(track, limits[track])]
+        for track, task in zip(tracks, tasks, strict=True):
+            self.begin(track, task)
+        ready = [track for track in tracks if self._is_ready(track)]
         try:
-            # What is left for the first step is less than MIN_ROWS of each.
-            self._store([track for track in ready if track.num_known - track.start > MIN_ROWS])
-            live = [track for track in ready if self._reserve(track, len(track.twin.token_ids))]
-            counts = {track: len(track.twin.token_ids) - track.start for track in live}
-            step = [(one, one.start, count, one.states[:count], True) for one, count in counts.items()]
+            # What is left for the first step is no more than KEPT_STATES of each.
+            self._store([track for track in ready if track.num_known - track.start > KEPT_STATES])
+            step = [track for track in ready if self._has_pages(track, len(track.twin.token_ids))]
             while step:
-                step = [row for group in self._groups(step) for row in self._draft(group, limits)]
-            return [track.drafts for track in tracks]
+                step = [track for group in self.groups(step) for track in self._draft(group)]
+            return [track.tokens for track in tracks]
         finally:
             for track in ready:
-                self._take_back(track)
+                track.next_states = None
+                self.take_back(track)
 
-    def _is_ready(self, track: Track, limit: int) -> bool:
+    def _is_ready(self, track: Track) -> bool:
         """Return whether a request's last row can be computed, and there is room for its drafts."""
-        if track.is_lost or len(track.request.token_ids) + limit > self.max_context:
+        assert track.task is not None
+        if track.is_lost or len(track.request.token_ids) + track.task.limit > self.max_context:
             return False
         track.follow()
         return 0 < track.num_known == len(track.twin.token_ids)
 
-    def _groups(self, rows: Sequence[Any]) -> list[list[Any]]:
-        """Cut a step so that none has more than step_tokens tokens."""
-        groups, room = list[list[Any]](), 0
-        for row in rows:
-            if row[2] > room:
-                groups.append([])
-                room = self.step_tokens
-            groups[-1].append(row)
-            room -= row[2]
-        return groups
-
-    def _draft(self, rows: Sequence[Any], limits: Mapping[Track, int]) -> list[Any]:
-        """Compute rows, draw a draft of each request, and return the next step's rows."""
+    def _draft(self, tracks: Sequence[Track]) -> list[Track]:
+        """Compute rows, draw a draft of each request, and return those that another one may follow."""
+        start_time, rows = perf_counter(), []
+        for track in tracks:
+            count = len(track.twin.token_ids) - track.place
+            states_NH = track.states[:count] if track.next_states is None else track.next_states
+            rows.append((track, track.place, count, states_NH, True))
         ordered, logits_SV = self._run(rows)
         states_SH = self.forward.output_states
-        for track in ordered:
-            if not track.drafts:
-                self._keep(track, len(track.twin.token_ids) - 1)
         tokens, chances = self._draw(ordered, logits_SV)
-        step = []
-        for number, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
-            track.chance *= chance
-            if token in track.request.stop_ids or track.chance < self.least_chance:
-                continue
-            if not can_follow(track.request, [*track.drafts, token]):
-                continue
-            track.drafts.append(token)
-            track.twin.token_ids.append(token)
-            place = len(track.twin.token_ids) - 1
-            if len(track.drafts) < limits[track] and self._reserve(track, place + 1):
-                step.append((track, place, 1, states_SH[number : number + 1], True))
-        return step
+        self.note_seconds(start_time, ordered)
+        going = []
+        for row, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
+            if not track.tokens:
+                self._keep(track, len(track.twin.token_ids) - 1)
+            if self.add(track, token, chance, len(ordered)) and self.reserve(
+                track, len(track.twin.token_ids)
+            ):
+                track.next_states = states_SH[row : row + 1]
+                going.append(track)
+        return going
 
     def _draw(self, tracks: Sequence[Track], logits_SV: Tensor) -> tuple[list[int], list[float]]:
-        """Return a token for each row, drawn as the model will, and how likely the head takes it for."""
-        logits_SV = logits_SV.float()
-        full_SV = logits_SV
+        """Return a token for each row and its chance, of all of the model's tokens."""
         if self.draft_ids is not None:
-            full_SV = logits_SV.new_full((len(logits_SV), self.vocab_size), float("-inf"))
-            full_SV[:, self.draft_ids] = logits_SV
-        requests = [track.request for track in tracks]
-        counts = [track.request.num_output_tokens + len(track.drafts) for track in tracks]
-        before = {row: tuple(track.drafts) for row, track in enumerate(tracks) if track.drafts}
-        tokens_S = self.sampler.launch(full_SV, requests, counts, before).tokens_S
-        chances_S = (full_SV.gather(1, tokens_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).exp()
-        return tokens_S.tolist(), chances_S.tolist()
-
-    def _take_back(self, track: Track) -> None:
-        """Forget the drafts: the next steps say which of them count."""
-        if track.drafts:
-            del track.twin.token_ids[len(track.twin.token_ids) - len(track.drafts) :]
-        track.drafts, track.chance = [], 1.0
-        self.manager.take_back(track.twin.lease)
-
-
-def _chunk(twin: Request, start: int, count: int, samples: bool) -> ScheduledRequest:
-    phase = Phase.PREFILL if start == 0 else Phase.DECODE if samples and count == 1 else Phase.EXTEND
-    return ScheduledRequest(twin, start, count, phase, samples, write_from=start)
+            of_drafts, logits_SV = (
+                logits_SV.float(),
+                logits_SV.new_full((len(logits_SV), self.vocab_size), float("-inf")).float(),
+            )
+            logits_SV[:, self.draft_ids] = of_drafts
+        return self.draw(tracks, logits_SV)

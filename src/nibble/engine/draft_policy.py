@@ -1,4 +1,4 @@
-"""When drafts pay on a GPU, and when steps had better run ahead without.
+"""When drafts pay: on a GPU whether steps had better run ahead without, on a CPU whether to ask a model for any.
 
 A step without drafts is launched before the last one is read. A step with drafts waits for the last, since who drafts
 must know its tokens, and computes several tokens of a request. So it takes longer for all requests, and brings more
@@ -9,13 +9,18 @@ tokens to those whose drafts are right. It pays where
 Both times are measured as steps go by, and how likely a draft is right is learnt from those before. Where drafts do not
 pay, a step has some nevertheless from time to time, as what is being written may change; so rarely that all of these
 cost less than PROBE_COST.
+
+The time of a step with drafts includes what the drafter took for them, which is measured apart: it may be a model of
+its own. That also says what a token is worth, the seconds that the engine takes for one now, by which a model that
+drafts decides about each further step (engine/draft_books.py), and the gain of all steps that a request was asked
+drafts for decides on a CPU whether to go on.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 FIRST_SHARE, LEAST_SHARE = 0.7, 0.3
@@ -30,6 +35,18 @@ PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
 """Steps between those."""
+TOKEN_SHARE = 0.025
+"""Of the time of a step, that it takes longer with one more token, until it was measured; and at least a tenth of that,
+at most eight times as much, whatever a few steps seem to say."""
+MEMORY = 0.95
+"""Share of what was counted before that still counts after one more step, to know how long a token takes now."""
+FIRST_GAIN, LEAST_GAIN, GAIN_WEIGHT = 0.5, 0.1, 0.15
+"""Tokens that asking a model for drafts is taken to bring beside what that costs: until it was tried, for a new request
+at least, and what the newest time says about those to come."""
+OUTLIER = 2.0
+"""Times the median beyond which a time is another program's fault."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
+"""Tokens without drafts after they did not pay: twice as many each time, up to the longest."""
 
 
 @dataclass(slots=True)
@@ -66,23 +83,89 @@ def _assumed_ratio(requests: int, drafts: int) -> float:
 
 
 @dataclass(slots=True)
+class Medians:
+    """Medians of the newest few times of each kind."""
+
+    _times: dict[Hashable, deque[float]] = field(default_factory=dict)
+
+    def note(self, kind: Hashable, seconds: float) -> None:
+        """Note a time."""
+        self._times.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
+
+    def get(self, kind: Hashable) -> float | None:
+        """Return the median, None where there are too few."""
+        times = self._times.get(kind, ())
+        return statistics.median(times) if len(times) >= ENOUGH else None
+
+    def usual(self, kind: Hashable, seconds: float) -> float:
+        """Note a time, and return it, or what is usual where it is out of all proportion."""
+        self.note(kind, seconds)
+        median = self.get(kind)
+        return seconds if median is None else min(seconds, OUTLIER * median)
+
+
+@dataclass(slots=True)
 class StepTimes:
     """What steps took by drafts of a request and the number of requests: once, twice, four times as many apart."""
 
-    _times: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    _medians: Medians = field(default_factory=Medians)
 
     def note(self, requests: int, drafts: int, seconds: float) -> None:
         """Note the time from one launch to the next."""
-        key = requests.bit_length(), drafts
-        self._times.setdefault(key, deque(maxlen=SAMPLES)).append(seconds)
+        self._medians.note((requests.bit_length(), drafts), seconds)
+
+    def get(self, requests: int, drafts: int) -> float | None:
+        """Return what such a step takes, None where it was not measured."""
+        return self._medians.get((requests.bit_length(), drafts))
 
     def ratio(self, requests: int, drafts: int) -> float:
         """Return how many times as long as without a step with so many drafts a request takes."""
-        both = [self._times.get((requests.bit_length(), count), ()) for count in (drafts, 0)]
-        if any(len(times) < ENOUGH for times in both):
+        with_drafts, without = self.get(requests, drafts), self.get(requests, 0)
+        if with_drafts is None or without is None:
             return _assumed_ratio(requests, drafts)
-        with_drafts, without = map(statistics.median, both)
         return with_drafts / max(without, 1e-9)
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens of an engine's answers in a time, where the newest steps count most."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Add a step."""
+        self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
+        self.steps += 1
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Return what a token takes, None where too few steps were seen."""
+        return self.seconds / self.tokens if self.steps >= ENOUGH and self.tokens else None
+
+
+@dataclass(slots=True)
+class Gain:
+    """What drafts of a model brought one request, in tokens beside what they cost: whether to ask for more."""
+
+    mean: float = FIRST_GAIN
+    _pause: int = SHORTEST_PAUSE
+    _resumes_at: int = 0
+
+    def is_due(self, num_tokens: int) -> bool:
+        """Return whether drafts may be asked for where the request has so many tokens."""
+        return num_tokens >= self._resumes_at
+
+    def note(self, tokens: float, num_tokens: int) -> None:
+        """Note that drafts brought `tokens`, less what they cost, and that the request has num_tokens now."""
+        self.mean += GAIN_WEIGHT * (tokens - self.mean)
+        if tokens > 0:
+            self._pause = SHORTEST_PAUSE
+        if self.mean < 0:
+            # A draft from time to time, as what is being written may change.
+            self._resumes_at = num_tokens + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 @dataclass(slots=True)
@@ -90,20 +173,67 @@ class DraftPolicy:
     """Decides for each step whether it has drafts."""
 
     times: StepTimes = field(default_factory=StepTimes)
+    """With what drafts took."""
+    verify_times: StepTimes = field(default_factory=StepTimes)
+    """Without."""
     common_share: float = FIRST_SHARE
     """Of all requests' draft tokens."""
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
-    _last: tuple[int, int, float] | None = None
-    """Requests of the step launched last, drafts of each, and when that was; None after one with prompts."""
+    _last: tuple[int, int, float, float] | None = None
+    """Requests of the step launched last, drafts of each, when that was, and what drafting had taken; None after one
+    with prompts."""
+    _drafting: float = 0.0
+    """Seconds of drafting since then."""
+    _rates: dict[int, Rate] = field(default_factory=dict)
+    """By number of requests, once, twice, four times as many apart."""
+    _rate: Rate = field(default_factory=Rate)
+    """That of the newest step."""
+    _whole_times: Medians = field(default_factory=Medians)
+    """Of steps with and without drafts together."""
+    _common_gain: float = FIRST_GAIN
 
     def new_likelihood(self) -> Likelihood:
         """Return what is expected of a request that was never drafted for."""
         return Likelihood(max(self.common_share, LEAST_SHARE))
 
+    def new_gain(self) -> Gain:
+        """Return what is expected of a request that a model was never asked for."""
+        return Gain(max(self._common_gain, LEAST_GAIN))
+
+    def note_gain(self, gain: Gain, tokens: float, num_tokens: int) -> None:
+        """Note what drafts brought a request; see Gain."""
+        gain.note(tokens, num_tokens)
+        self._common_gain += COMMON_WEIGHT * (tokens - self._common_gain)
+
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of a request's drafts."""
         self.common_share = _learnt(self.common_share, proposed, accepted, COMMON_WEIGHT)
+        self._rate.tokens += accepted
+
+    def drafted(self, seconds: float) -> None:
+        """Note what the drafts took of the step that is launched next."""
+        self._drafting += seconds
+
+    def token_seconds(self, requests: int) -> float | None:
+        """Return what a token of an answer takes now, where so many requests decode; None where that is not known."""
+        rate = self._rates.get(requests.bit_length())
+        return rate.token_seconds if rate else None
+
+    def verification(self, requests: int, drafts: int, token_seconds: float) -> float:
+        """Return the seconds by which a step takes longer with one more token.
+
+        Args:
+            requests: that the step has.
+            drafts: of each, where a step with drafts was measured.
+            token_seconds: as token_seconds() says.
+        """
+        without, with_drafts = self.verify_times.get(requests, 0), self.verify_times.get(requests, drafts)
+        step = without or with_drafts or token_seconds
+        share = TOKEN_SHARE
+        if without and with_drafts and drafts:
+            share = (with_drafts / without - 1) / (requests * drafts)
+        return step * min(max(share, TOKEN_SHARE / 10), 8 * TOKEN_SHARE)
 
     def choose(self, requests: int, likely: Mapping[int, float]) -> int:
         """Return how many tokens to draft for each request, 0 for none. Asked once a step, where some may have any.
@@ -133,13 +263,19 @@ class DraftPolicy:
             now: seconds on any clock.
             waited: whether the step before it was read first.
         """
+        drafting, self._drafting = self._drafting, 0.0
         if self._last:
-            before, had_drafts, then = self._last
+            before, had_drafts, then, of_drafts = self._last
+            # What was drafted since is the new step's.
+            seconds = now - then - drafting
             # A step without that the next one waited for took longer, and not by its own fault.
             if had_drafts or not waited:
-                self.times.note(before, had_drafts, now - then)
-        self._last = requests, drafts, now
+                self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
+                self.verify_times.note(before, had_drafts, seconds)
+            self._rate = self._rates.setdefault(before.bit_length(), Rate())
+            self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
+        self._last = requests, drafts, now, drafting
 
     def interrupted(self) -> None:
         """Note that the step launched last is not followed by another without prompts."""
-        self._last = None
+        self._last, self._drafting = None, 0.0

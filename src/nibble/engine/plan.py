@@ -274,16 +274,19 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     draft = plan_cache(draft_config, None if here else hardware, declared=cache_plan.declared)
     draft = speculation_plan.checked(draft, model_spec)
     planner = MemoryPlanner(CacheSpec.from_config(draft.config), draft.model_spec, draft.hardware, draft.plan)
-    bytes_of_draft = planner.used_bytes + speculation_plan.state_bytes(
-        draft.config, model_spec, planner.step.step_tokens, cache_plan.plan.dtype
-    )
-    smaller = replace(hardware, memory=hardware.memory - bytes_of_draft)
+    memory = speculation_plan.DraftMemory.of(draft, planner, model_spec, cache_plan.plan.dtype)
+    smaller = replace(hardware, memory=hardware.memory - memory.beside_pages)
     room = speculation_plan.room(_plan_memory(replace(cache_plan, hardware=smaller)).budget)
     sizes = [plan.layout.bytes_per_token for plan in (cache_plan.plan, draft.plan)]
     own = room * sizes[0] // sum(sizes)
     main = _plan_memory(replace(cache_plan, hardware=smaller, config=replace(config, kv_memory=str(own))))
+    note = replace(memory, pages=room - own).note(draft.config.model)
     return replace(
-        main, config=config, hardware=hardware, draft=replace(draft.config, kv_memory=str(room - own))
+        main,
+        config=config,
+        hardware=hardware,
+        plan=replace(main.plan, notes=(*main.plan.notes, note)),
+        draft=replace(draft.config, kv_memory=str(room - own)),
     )
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nibble.attention.planner.memory import MemoryPlan
+from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.cache import scales as kv_scales
 from nibble.config import Config
-from nibble.drafts import BUNDLED_HEADS, GPU_DRAFTS, SpeculativeSpec, verify_tokens
+from nibble.drafts import BUNDLED_HEADS, GPU_DRAFTS, KEPT_STATES, SpeculativeSpec, verify_tokens
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
 from nibble.errors import ConfigError
-from nibble.hardware import Hardware
+from nibble.hardware import Hardware, format_bytes
 from nibble.model_spec import ModelSpec
 from nibble.models.hub import MTP, local_folder, split_head
 
@@ -146,20 +146,46 @@ def head_layers(draft: Config, model_spec: ModelSpec) -> tuple[int, ...] | None:
     return layers
 
 
-def state_bytes(draft: Config, model_spec: ModelSpec, step_tokens: int, dtype: str) -> int:
-    """Return what the hidden states of a step take, with a copy, where a head drafts.
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Bytes beside the large model's own, where a model or head drafts."""
 
-    Args:
-        draft: of the head or model that drafts.
-        model_spec: of the model.
-        step_tokens: most tokens of a step.
-        dtype: the compute dtype.
-    """
-    if not split_head(draft.model)[0]:
-        return 0
-    layers = head_layers(draft, model_spec)
-    width = model_spec.hidden_size * (len(layers) if layers else 1)
-    return 2 * step_tokens * width * (4 if dtype == "float32" else 2)
+    weights: int
+    workspace: int
+    states: int
+    """Hidden states that a head reads: those of a step, and those that wait for a step of the head."""
+    pages: int = 0
+
+    @classmethod
+    def of(cls, draft: CachePlan, planner: MemoryPlanner, large: ModelSpec, dtype: str) -> DraftMemory:
+        """Return those of a plan.
+
+        Args:
+            draft: of the model or head.
+            planner: of its memory.
+            large: the model that it drafts for.
+            dtype: the compute dtype.
+        """
+        states, weights = 0, draft.model_spec.weight_bytes
+        if split_head(draft.config.model)[0]:
+            step, max_running = planner.step.step_tokens, planner.spec.max_running
+            of_layers, own = len(head_layers(draft.config, large) or (0,)), draft.model_spec.hidden_size
+            # What the model leaves, with a copy; what the head reads of it, with those before, and as its step has it.
+            values = step * (2 * of_layers * large.hidden_size + 3 * own)
+            values += max_running * (KEPT_STATES + 1) * own
+            states = values * (4 if dtype == "float32" else 2)
+        return cls(weights, planner.used_bytes - weights, states)
+
+    @property
+    def beside_pages(self) -> int:
+        """Return what is taken before pages are divided."""
+        return self.weights + self.workspace + self.states
+
+    def note(self, name: str) -> str:
+        """Return them as a line, for the plan's notes."""
+        parts = {"weights": self.weights, "workspace": self.workspace, "hidden states": self.states}
+        sizes = [f"{part} {format_bytes(size)}" for part, size in parts.items() if size]
+        return f"{name} takes {', '.join(sizes)}, and pages of {format_bytes(self.pages)}"
 
 
 def room(budget: MemoryPlan) -> int:
@@ -224,6 +250,7 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
         name=info.name,
         drafter=drafter,
         head=drafter if info.is_head else None,
+        needs_model=info.needs_model,
         max_tokens=max_tokens(spec, info, hardware),
         adapts=spec.tokens is None,
         step_tokens=verify_tokens(hardware.is_cpu),

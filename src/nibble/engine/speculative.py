@@ -22,11 +22,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from nibble.drafts import recorded_lengths
-from nibble.engine.draft_policy import DraftPolicy, Likelihood
+from nibble.engine.draft_policy import LONGEST_PAUSE, SHORTEST_PAUSE, DraftPolicy, Gain, Likelihood, Medians
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
 from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
@@ -35,10 +36,6 @@ log = logging.getLogger("nibble.drafts")
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
-"""Tokens without drafts after all were rejected: twice as many each time, up to the longest."""
-HEAD_REJECTIONS = 4
-"""Drafts in a row that a head may have rejected before that: it proposes nothing where it is not sure."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
@@ -66,9 +63,10 @@ class DraftLength:
     most: int
     length: int
     likelihood: Likelihood = field(default_factory=Likelihood)
-    max_rejected: int = 1
-    """Single drafts in a row that may be rejected before there is a pause."""
-    _num_rejected: int = 0
+    gain: Gain = field(default_factory=Gain)
+    """Where asking takes steps of a model."""
+    cost: float = 0.0
+    """Tokens that could have been had in the time of the last drafts."""
     _pause: int = SHORTEST_PAUSE
     _resumes_at: int = 0
     _num_misses: int = 0
@@ -93,7 +91,7 @@ class DraftLength:
             num_tokens: of the request, with the new ones.
         """
         if accepted:
-            self._pause, self._num_rejected = SHORTEST_PAUSE, 0
+            self._pause = SHORTEST_PAUSE
         if accepted == proposed:
             self.length = min(max(self.length, 2 * proposed), self.most)
         elif accepted:
@@ -102,11 +100,9 @@ class DraftLength:
             self.length //= 2
             if self.length:
                 return
-            self.length, self._num_rejected = 1, self._num_rejected + 1
-            if self._num_rejected >= self.max_rejected:
-                # A short draft from time to time, as what is being written may change.
-                self._resumes_at = num_tokens + self._pause
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            # A short draft from time to time, as what is being written may change.
+            self.length, self._resumes_at = 1, num_tokens + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 @dataclass(slots=True)
@@ -144,6 +140,7 @@ class Speculation:
         vocab_size: tokens of the model.
         overlaps: whether steps are launched before the last is read, unless somebody may draft.
         head: the drafter, where it reads the model's hidden states.
+        needs_model: whether drafting takes steps of a model or head.
         policy: whether drafts pay then.
     """
 
@@ -155,11 +152,14 @@ class Speculation:
     vocab_size: int
     overlaps: bool = False
     head: HeadDrafter | None = None
+    needs_model: bool = False
     policy: DraftPolicy = field(default_factory=DraftPolicy)
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
     _last_error: str = field(default="", init=False)
+    _draft_times: Medians = field(default_factory=Medians, init=False)
+    """What drafting took for each token of the longest draft, by the number of requests."""
     _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
     def waits(self, requests: Sequence[Request]) -> bool:
@@ -186,18 +186,56 @@ class Speculation:
             others: requests that decode too.
         """
         decoding = list(requests)
+        running = len(decoding) + others
+        lengths = self._lengths_of(decoding, room, running)
+        token_seconds, verification = self._values(running) if lengths else (None, 0.0)
         tasks = [
-            DraftTask(request, length)
-            for request, length in self._lengths_of(decoding, room, len(decoding) + others).items()
+            DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
         ]
         if not tasks:
             return {}
+        start = perf_counter()
         drafts = zip(tasks, self._proposed(tasks), strict=True)
         usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
-        if self.overlaps or self.head:
-            for request, tokens in usable.items():
-                self._length(request).note_proposal(bool(tokens), len(request.token_ids))
+        self._note_proposals(usable, perf_counter() - start, token_seconds, verification)
         return {request: tokens for request, tokens in usable.items() if tokens}
+
+    def _values(self, running: int) -> tuple[float | None, float]:
+        """Return the seconds that a token is worth where so many requests decode, and what verifying one takes."""
+        token_seconds = self.policy.token_seconds(running) if self.adapts and self.needs_model else None
+        if token_seconds is None:
+            return None, 0.0
+        return token_seconds, self.policy.verification(running, self.rounded(FIRST_TOKENS - 1), token_seconds)
+
+    def _note_proposals(
+        self,
+        drafts: Mapping[Request, Sequence[int]],
+        seconds: float,
+        token_seconds: float | None,
+        verification: float,
+    ) -> None:
+        """Note what a drafter proposed, and what that costs.
+
+        Args:
+            drafts: that will be verified.
+            seconds: that drafting took.
+            token_seconds: seconds that a token is worth.
+            verification: seconds by which a step takes longer with one more token.
+        """
+        self.policy.drafted(seconds)
+        if self.weighs:
+            # Not of this one time, which may be another program's fault.
+            kind, longest = len(drafts).bit_length(), max(1, *map(len, drafts.values()))
+            self._draft_times.note(kind, seconds / longest)
+            of_each = (self._draft_times.get(kind) or 0.0) * longest / len(drafts)
+            for request, tokens in drafts.items():
+                length = self._length(request)
+                length.cost = (of_each + verification * len(tokens)) / token_seconds if token_seconds else 0.0
+                if not tokens:
+                    self.policy.note_gain(length.gain, -length.cost, len(request.token_ids))
+        elif self.overlaps or self.head:
+            for request, tokens in drafts.items():
+                self._length(request).note_proposal(bool(tokens), len(request.token_ids))
 
     def observe(self, batch: Batch, states_TX: Any) -> None:
         """Let a head that drafts read the hidden states [T, X] of a step, in its order."""
@@ -226,6 +264,11 @@ class Speculation:
     def chooses(self) -> bool:
         """Return whether each step's drafts are weighed against its time."""
         return self.overlaps and self.adapts
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether the drafts of each request are weighed against the time of a model's steps, on a CPU."""
+        return self.needs_model and self.adapts and not self.overlaps
 
     def _lengths_of(
         self, decoding: Sequence[Request], room: Callable[[Request], int], running: int
@@ -277,7 +320,12 @@ class Speculation:
 
     def _length_at(self, request: Request, num_tokens: int) -> int:
         """Return how many tokens may be drafted for a request of so many tokens."""
-        length = self._length(request).at(num_tokens)
+        of_request = self._length(request)
+        if self.weighs:
+            # A head ends its drafts by itself.
+            most = self.max_tokens if self.head else of_request.length
+            return most if of_request.gain.is_due(num_tokens) else 0
+        length = of_request.at(num_tokens)
         return self.max_tokens if length and self.chooses else length
 
     def _may_propose(self, request: Request) -> bool:
@@ -289,12 +337,13 @@ class Speculation:
         """Note how many drafts of a step were accepted."""
         proposed = len(item.drafts)
         self.counts.add(proposed, num_accepted)
+        self.policy.update(proposed, num_accepted)
+        length, num_tokens = self._length(item.request), item.start + 2 + num_accepted
         if self.chooses:
-            self._length(item.request).likelihood.update(proposed, num_accepted)
-            self.policy.update(proposed, num_accepted)
+            length.likelihood.update(proposed, num_accepted)
         elif self.adapts:
-            num_tokens = item.start + 2 + num_accepted
-            self._length(item.request).update(proposed, num_accepted, num_tokens)
+            self.policy.note_gain(length.gain, num_accepted - length.cost, num_tokens)
+            length.update(proposed, num_accepted, num_tokens)
 
     def numbers(self) -> dict[str, float]:
         """Return the counts, flat, as the server's statistics have them."""
@@ -318,8 +367,7 @@ class Speculation:
         length = self._lengths.get(request)
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            max_rejected = HEAD_REJECTIONS if self.head else 1
-            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), max_rejected)
+            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), self.policy.new_gain())
             self._lengths[request] = length
         return length
 

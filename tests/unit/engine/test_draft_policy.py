@@ -1,4 +1,4 @@
-"""Drafts on a GPU cost no more than they bring: steps are counted, and take what a table of measured times says.
+"""Drafts cost no more than they bring: steps are counted, and take what a table of measured times says.
 
 The loop here is the engine's (schedule, launch, collect), with a clock that moves by the table, tokens that are numbers,
 and a coin in place of a model. It shows which steps waited for the one before, and what that took in all.
@@ -9,13 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nibble.attention.planner.verify_memory import verify_sizes
-from nibble.engine.draft_policy import FIRST_SHARE, DraftPolicy, Likelihood, StepTimes
+from nibble.engine import speculative
+from nibble.engine.draft_books import LEAST_TRUST, Draft, DraftBooks
+from nibble.engine.draft_policy import FIRST_SHARE, DraftPolicy, Gain, Likelihood, StepTimes, _assumed_ratio
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.request import Request, ScheduledRequest
+from nibble.engine.sampler import Sampler
 from nibble.engine.speculative import Speculation
 from nibble.model_spec import Phase
 
@@ -180,3 +185,121 @@ def test_the_best_length_is_chosen() -> None:
     assert DraftPolicy(times).choose(4, {1: 2.0, 3: 4.0, 7: 5.0}) == 3
     assert DraftPolicy(times).choose(4, {1: 3.5, 3: 12.0, 7: 25.0}) == 7
     assert DraftPolicy(times).choose(4, {1: 0.2, 3: 0.22, 7: 0.22}) == 0
+
+
+def test_the_time_of_drafting_is_that_of_the_step_that_it_is_for() -> None:
+    policy, now = DraftPolicy(), 0.0
+    for place in range(24):
+        drafts = 3 * (place % 3 > 0)
+        if drafts:
+            policy.drafted(4.0)
+            now += 4.0
+        policy.launched(2, drafts, now, waited=True)
+        now += 2.5 if drafts else 2.0
+    assert policy.verify_times.get(2, 3) == 2.5 and policy.times.get(2, 3) == 6.5
+    assert policy.times.ratio(2, 3) == _assumed_ratio(2, 3), "steps without that were waited for say nothing"
+    for place in range(6):
+        policy.launched(2, 0, now + 2.0 * place, waited=False)
+    assert policy.times.ratio(2, 3) == 6.5 / 2.0
+    assert policy.verification(2, 3, token_seconds=1.0) == pytest.approx(0.5 / 6)
+    assert policy.token_seconds(2) is not None and policy.token_seconds(64) is None
+
+
+class Head:
+    """A drafter whose steps take time, and that does not know how likely its drafts are right."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.asked = 0
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        self.asked += 1
+        self.clock[0] += self.seconds * max(task.limit for task in tasks)
+        return [[1] * task.limit for task in tasks]
+
+
+def drafted_on_a_cpu(
+    share: float, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, int]:
+    """Times as fast as without drafts, and the times that a model was asked, where a plain step takes a second."""
+    clock = [0.0]
+    monkeypatch.setattr(speculative, "perf_counter", lambda: clock[0])
+    drafter, request, dice = Head(clock, seconds), Request("r", [0, 0]), random.Random(4)
+    made = Speculation("head", drafter, 7, True, 64, 999, needs_model=True)
+    for _ in range(steps):
+        drafts = made.propose([request], lambda request: 7).get(request, ())
+        made.policy.launched(1, made.rounded(len(drafts)), clock[0], waited=False)
+        clock[0] += 1.0 + 0.02 * len(drafts)
+        accepted = next((i for i in range(len(drafts)) if dice.random() >= share), len(drafts))
+        if drafts:
+            place = len(request.token_ids) - 1
+            made.note(
+                ScheduledRequest(request, place, 1 + len(drafts), Phase.VERIFY, True, drafts=drafts), accepted
+            )
+        request.token_ids += [0] * (accepted + 1)
+    return (len(request.token_ids) - 2) / clock[0], drafter.asked
+
+
+def test_a_model_that_drafts_in_vain_is_asked_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, asked = drafted_on_a_cpu(0.0, 0.2, 400, monkeypatch)
+    assert fast > 0.96 and asked < 30
+    # One token in three is right, and costs more than it brings.
+    fast, asked = drafted_on_a_cpu(0.3, 0.6, 400, monkeypatch)
+    assert fast > 0.93 and asked < 60
+
+
+def test_a_model_whose_drafts_pay_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, asked = drafted_on_a_cpu(0.8, 0.1, 200, monkeypatch)
+    assert fast > 1.5 and asked > 190
+
+
+def test_a_gain_comes_back() -> None:
+    gain = Gain()
+    for place in range(20):
+        gain.note(-0.2, place)
+    assert gain.mean < 0 and not gain.is_due(24) and gain.is_due(20 + 64)
+    for place in range(100, 104):
+        gain.note(2.0, place)
+    assert gain.mean > 0 and gain.is_due(110)
+
+
+def test_a_draft_ends_where_one_more_step_does_not_pay() -> None:
+    """A token takes 10 ms, a step of the head 2 ms, and a token to verify 0.2 ms."""
+    books: Any = DraftBooks(None, None, Sampler(), 64, 99, adapts=True)  # type: ignore[arg-type]
+    for _ in range(3):
+        books.step_seconds.note(1, 2e-3)
+
+    def draft(*chances: float, **task: Any) -> list[bool]:
+        """Whether each token is verified, and another one asked for at the end."""
+        request, twin = Request("r", [0, 0]), Request("r", [0])
+        made = Draft(request, twin, DraftTask(request, 7, **task))
+        books._share = FIRST_SHARE
+        goes_on = [books.add(made, 5, chance, 1) for chance in chances]
+        return [len(made.tokens) == len(chances), goes_on[-1]]
+
+    timed = {"token_seconds": 10e-3, "verify_seconds": 0.2e-3}
+    assert draft(0.9, **timed) == draft(0.9, 0.9, **timed) == [True, True]
+    # Likely enough to be verified, now that it is there, and not enough for another step.
+    assert draft(0.1, **timed) == draft(0.9, 0.3, **timed) == [True, False]
+    assert draft(0.01, **timed) == draft(float("nan"), **timed) == [False, False]
+    assert draft(0.1) == [False, False] and draft(0.3) == [True, True], "without times"
+    books.adapts = False
+    assert draft(0.01) == [True, True], "as many as the user says"
+
+
+def test_chances_are_corrected_by_what_was_accepted() -> None:
+    books: Any = DraftBooks(None, None, Sampler(), 64, 99, adapts=True)  # type: ignore[arg-type]
+    books.manager = SimpleNamespace(take_back=lambda lease: None)
+    for share in (0.0, 1.0):
+        request = Request("r", [0, 0])
+        made = Draft(request, Request("r", [0]))
+        for _ in range(200):
+            books.begin(made, DraftTask(request, 3))
+            for _ in range(3):
+                books.add(made, 5, 0.9, 1)
+            assert len(made.tokens) > 0, "it is tried again and again"
+            drafts = list(made.tokens)
+            books.take_back(made)
+            request.token_ids += [*(drafts if share else ()), 7]
+        assert books.trust == (pytest.approx(3 / (0.9 + 0.81 + 0.729), rel=0.02) if share else LEAST_TRUST)
+        books._accepted = books._expected = 4.0

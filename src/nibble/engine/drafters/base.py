@@ -23,6 +23,10 @@ class DraftTask:
     """Its token_ids are all known; they have only grown since the last task of the same request."""
     limit: int
     """Most tokens to propose, at least 1."""
+    token_seconds: float | None = None
+    """Seconds that a token is worth: what the engine takes for one now; None where that is not known."""
+    verify_seconds: float = 0.0
+    """Seconds by which a step takes longer with one more draft."""
 
 
 class Drafter(Protocol):

@@ -9,5 +9,6 @@ DRAFTER = DrafterInfo(
     summary="a smaller model with the same tokenizer, over pages of its own",
     drafter="nibble.engine.draft_model:DraftModel",
     max_tokens=7,
+    needs_model=True,
     takes_path=True,
 )

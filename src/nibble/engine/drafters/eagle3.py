@@ -9,6 +9,7 @@ DRAFTER = DrafterInfo(
     summary="a head that was trained for the model, over pages of its own",
     drafter="nibble.engine.draft_head:DraftHead",
     max_tokens=7,
+    needs_model=True,
     takes_path=True,
     is_head=True,
 )

@@ -8,6 +8,7 @@ DRAFTER = DrafterInfo(
     name="mtp",
     summary="the checkpoint's own layer for multi-token prediction, over pages of its own",
     drafter="nibble.engine.draft_head:DraftHead",
-    max_tokens=5,
+    max_tokens=7,
+    needs_model=True,
     is_head=True,
 )
