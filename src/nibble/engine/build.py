@@ -59,7 +59,9 @@ from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
 from nibble.models.hub import local_folder, pinned, split_head
 from nibble.models.observe import context_limits
+from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
+from nibble.models.parallel_ways import Ways
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter, usable_cpus
@@ -320,7 +322,7 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     """Load and prepare a rank's part of the model."""
     config, spec, weights = engine_plan.config, engine_plan.model_spec, engine_plan.weights
     whole = load_config(config.model, config.index_topk, trust_remote_code=config.trust_remote_code)
-    part = parallel.divide(whole, config.tp).config
+    part = parallel.divide(whole, Ways.of(config)).config
     division = parallel.Division(whole, part, rank.shard)
     model: Any = load(
         part, spec, engine_plan.plan.dtype, rank.device,
@@ -328,6 +330,7 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
         division=division,
     )  # fmt: skip
     drop_repeated_biases(model, division.layout, rank.shard)
+    choose_own(model, division.layout.whole_experts, rank.shard)
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)
     # Rank 0 before the others, which then find its trials of kernels and compute as it does.
     if rank.shard.rank and model.device.type == "cuda":

@@ -9,6 +9,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.models.parallel_ways import EXPERTS, Ways
 from nibble.models.quantization import Handling, Weights
 
 SIZES = (2, 4, 8)
@@ -23,6 +24,14 @@ def of_rank(hardware: Hardware, size: int) -> Hardware:
         return hardware
     memory = hardware.memory // size if hardware.is_cpu else hardware.memory - COLLECTIVES
     return replace(hardware, memory=memory, host=hardware.host and hardware.host // size)
+
+
+def ways(config: Config) -> Ways:
+    """Return how a model is divided; raise ConfigError where there is nothing to divide it among."""
+    for is_on, option in ((config.expert_parallel, "--expert-parallel"), (config.attention_dp, "--attention-dp")):
+        if is_on and config.tp == 1:
+            raise ConfigError(f"{option} divides a model among GPUs: say how many by --tp N, or leave it out")
+    return Ways.of(config)
 
 
 def check(config: Config, weights: Weights | None) -> None:
@@ -70,6 +79,8 @@ def notes(model_spec: ModelSpec) -> Iterator[str]:
         f"tensor parallelism: each layer is divided among {model_spec.tp} GPUs; heads, bytes of weights and tokens "
         "are those of one of them"
     )
+    if EXPERTS in model_spec.ways:
+        yield "expert parallelism: each GPU has an equal number of whole experts"
     own = {stream.heads for group in model_spec.groups for stream in group.streams}
     if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1}:
         most = max(model_spec.kv_heads)

@@ -127,7 +127,7 @@ def plan_cache(
     source, source_note = locate_config(config.model) if published else (config.model, "")
     model_spec = observe_model(
         source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code,
-        weights=config.weights, tp=config.tp,
+        weights=config.weights, ways=parallel_plan.ways(config),
     )  # fmt: skip
     model_spec = replace(model_spec, model=config.model)
     if config.deterministic:
