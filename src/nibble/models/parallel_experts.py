@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -101,7 +102,7 @@ def choose_own(model: Any, paths: tuple[str, ...], shard: Shard) -> None:
     for path in paths:
         experts = model.get_submodule(path)
         count = experts.num_experts
-        device = next(experts.parameters()).device
+        device = next(chain(experts.parameters(), experts.buffers())).device
         # No number: compiled code is that of any rank.
         experts.register_buffer(
             "first_expert", torch.tensor([shard.rank * count], device=device), persistent=False
