@@ -24,12 +24,13 @@ from nibble.cache.exact_window import ExactWindow
 from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
+from nibble.cache.rank_managers import RankManagers
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
 from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
-from nibble.engine import certificate_lookup, head_start
+from nibble.engine import certificate_lookup, head_start, parallel_plan
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
@@ -61,6 +62,7 @@ from nibble.models.hub import local_folder, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
+from nibble.models.parallel_rows import Rows, gather_rows
 from nibble.models.parallel_ways import Ways
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
@@ -244,6 +246,7 @@ def _build(
     engine_plan, config = parts.plan, parts.plan.config
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
+    startup.notes += parallel_plan.memory_notes(config, engine_plan.budget.tokens)
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         with startup.part("compiler"):
@@ -339,6 +342,9 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     if not rank.shard.rank and model.device.type == "cuda":
         rank.group.barrier()
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
+    if config.attention_dp:
+        model.nibble_rows = rows = Rows(rank.group)
+        gather_rows(model, division.layout, rows)
     return model
 
 
@@ -511,17 +517,9 @@ def _engine(
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
     budget = engine_plan.budget
-    window = None
-    if budget.exact:
-        window = ExactWindow(
-            plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
-            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
-        )  # fmt: skip
-    manager = CacheManager(
-        pool.pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
-    )
+    make_manager = partial(_cache_manager, engine_plan, pool.pages, residency)
     scheduler = Scheduler(
-        manager,
+        RankManagers([make_manager() for _ in range(config.tp)]) if config.attention_dp else make_manager(),
         max_running=budget.requests or config.max_running,
         token_budget=budget.step_tokens,
         max_context=max_context,
@@ -529,14 +527,19 @@ def _engine(
         max_logprob_rows=max(1, STEP_LOGITS // engine_plan.model_spec.vocab_size),
     )
     empty_page = exact.empty_page if exact else None
-    tables = PageTables(
-        config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
+    make_tables = partial(
+        PageTables, config.max_running + 1, budget.table_width, empty_page=empty_page, has_states=states is not None
     )  # fmt: skip
     run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
     eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
+    tables = make_tables(device=hardware.device)
+    runner = ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
+    if config.attention_dp:
+        # Numbers alone: what they are about lies at the other ranks.
+        runner.keep_books([make_tables(device="cpu") for _ in range(1, config.tp)])
     return Engine(
         scheduler=scheduler,
-        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states),
+        runner=runner,
         sampler=Sampler(config.seed, fixed_shapes=config.deterministic),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
@@ -545,7 +548,20 @@ def _engine(
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
-        overlap=not hardware.is_cpu,
+        overlap=not hardware.is_cpu and not config.attention_dp,
+    )
+
+
+def _cache_manager(engine_plan: EnginePlan, pages: int, residency: Residency | None) -> CacheManager:
+    """Return the books of a pool."""
+    config, plan, budget, window = engine_plan.config, engine_plan.plan, engine_plan.budget, None
+    if budget.exact:
+        window = ExactWindow(
+            plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
+            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
+        )  # fmt: skip
+    return CacheManager(
+        pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
     )
 
 
@@ -559,7 +575,7 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
     return compiled(model, keep=config.compile_cache) if config.compile else None
 
 
-def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:
+def run_prompt(runner: ModelRunner, manager: CacheManager | RankManagers, ids: Sequence[int], chunk: int) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:

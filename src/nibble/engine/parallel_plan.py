@@ -9,7 +9,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
-from nibble.models.parallel_ways import EXPERTS, Ways
+from nibble.models.parallel_ways import ATTENTION, EXPERTS, Ways
 from nibble.models.quantization import Handling, Weights
 
 SIZES = (2, 4, 8)
@@ -34,12 +34,14 @@ def ways(config: Config) -> Ways:
     return Ways.of(config)
 
 
-def check(config: Config, weights: Weights | None) -> None:
+def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardware: Hardware) -> None:
     """Raise ConfigError for what is not served over several GPUs.
 
     Args:
         config: what is requested.
         weights: what becomes of quantised weights.
+        model_spec: of a rank.
+        hardware: of a rank.
     """
     if config.tp == 1:
         return
@@ -58,11 +60,44 @@ def check(config: Config, weights: Weights | None) -> None:
     for is_asked, what, why in refusals:
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
+    if config.attention_dp:
+        _check_requests(config, model_spec, hardware)
     if config.drafts and config.drafts.path:
         raise ConfigError(
             f"--speculative {config.speculative} with --tp {config.tp} is not served: a model that drafts runs on one "
             "GPU; --speculative lookup works"
         )
+
+
+def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
+    """Raise ConfigError for what is not served where each GPU attends for requests of its own."""
+    refusals = (
+        (
+            not hardware.is_cpu and (config.graphs or config.compile),
+            "CUDA graphs and compiled steps",
+            "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
+        ),
+        (bool(config.drafts), "--speculative", "drafts of several GPUs' requests are not verified together yet"),
+        (bool(model_spec.states), "a model with recurrent states", "states of each GPU's requests are not kept yet"),
+    )
+    for is_asked, what, why in refusals:
+        if is_asked:
+            raise ConfigError(f"{what} with --attention-dp is not served: {why}")
+
+
+def memory_notes(config: Config, tokens: int) -> tuple[str, ...]:
+    """Return how many tokens all GPUs keep, where each keeps those of its own requests.
+
+    Args:
+        config: what is requested.
+        tokens: that one of them has room for.
+    """
+    if not config.attention_dp:
+        return ()
+    return (
+        f"all {config.tp} GPUs keep {config.tp * tokens:,} tokens, each {tokens:,} of its own requests; one request "
+        f"has at most {tokens:,}",
+    )
 
 
 def require_one_gpu(config: Config, what: str) -> None:
@@ -75,14 +110,20 @@ def notes(model_spec: ModelSpec) -> Iterator[str]:
     """Yield what users should know of a divided model."""
     if model_spec.tp == 1:
         return
+    if ATTENTION in model_spec.ways:
+        yield (
+            f"data-parallel attention: each of {model_spec.tp} GPUs attends for requests of its own, with all heads, and "
+            "keeps their cache alone"
+        )
     yield (
         f"tensor parallelism: each layer is divided among {model_spec.tp} GPUs; heads, bytes of weights and tokens "
         "are those of one of them"
     )
     if EXPERTS in model_spec.ways:
         yield "expert parallelism: each GPU has an equal number of whole experts"
+    by_requests = ATTENTION in model_spec.ways
     own = {stream.heads for group in model_spec.groups for stream in group.streams}
-    if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1}:
+    if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1} and not by_requests:
         most = max(model_spec.kv_heads)
         what = "latents" if most == 1 else f"KV heads ({most})"
         yield f"{what} are kept by several GPUs, as there are fewer than {model_spec.tp} of a token"

@@ -60,7 +60,8 @@ class PrintablePlan(Plan):
 def as_text(cache_plan: CachePlan, budget: MemoryPlan | None) -> str:
     """Return what `nibble plan` prints: the model, the machine, the routes, and the memory, where it suffices."""
     heading = f"{cache_plan.config.model} ({cache_plan.model_spec.family}) on {cache_plan.hardware}"
-    return f"{heading}\n{explain.as_text(cache_plan.plan, budget)}"
+    lines = parallel_plan.memory_notes(cache_plan.config, budget.tokens) if budget else ()
+    return "\n".join((heading, explain.as_text(cache_plan.plan, budget), *lines))
 
 
 def plan_engine(
@@ -141,7 +142,7 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
-    parallel_plan.check(config, weights)
+    parallel_plan.check(config, weights, model_spec, hardware)
     speculation_plan.check(config, model_spec, hardware)
     drafts_note = speculation_plan.note(config, hardware)
     preface = (source_note, formats_note, *parallel_plan.notes(model_spec), *weight_notes, drafts_note)

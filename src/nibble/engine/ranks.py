@@ -159,8 +159,8 @@ class Ranks:
         self.here = Rank(Shard(0, self.size), group, register(group), str(device))
         return self.here
 
-    def compute(self, numbers: StepNumbers) -> None:
-        """Let the other ranks compute a step."""
+    def compute(self, numbers: StepNumbers | list[StepNumbers]) -> None:
+        """Let the other ranks compute a step, each its own where there is one for each rank."""
         self._send(Command("compute", (numbers,)))
 
     def record(

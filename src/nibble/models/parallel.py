@@ -42,6 +42,8 @@ VERIFIED = frozenset({
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
+HEADS = "attention"
+"""What is divided by heads, or by requests."""
 WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "dense_intermediate_size",
@@ -134,6 +136,9 @@ def divided(config: PretrainedConfig, ways: Ways) -> Divided:
     attempt = partial(_tried, config, whole, observer, size)
     changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(observer.calls, text.num_hidden_layers)
     replicated = list(_indivisible(text, size))
+    if ways.attention_dp:
+        del changes[HEADS]
+        replicated.append(f"{HEADS} (each GPU attends for requests of its own)")
     try:
         part, states = attempt(list(changes.values()))
         return Divided(part, (*replicated, *states), kv_heads)
@@ -183,7 +188,7 @@ def _kv_heads(text: Any) -> int:
 
 def _changes(text: Any, size: int) -> Iterator[tuple[str, Change]]:
     """Yield what may be divided, in words, and how."""
-    yield "attention", partial(_divide_heads, size)
+    yield HEADS, partial(_divide_heads, size)
     for name in WIDTHS:
         value = getattr(text, name, None)
         widths = value if isinstance(value, list | tuple) else [value]
