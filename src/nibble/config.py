@@ -144,7 +144,8 @@ class Config:
     )
     tp: int = option(1, "GPUs of this host that share each layer, a process for each (docs/parallel.md).")
     expert_parallel: bool = option(
-        False, "With --tp: divide experts by number, whole ones to each GPU, and not each of them (docs/parallel.md)."
+        False,
+        "With --tp: divide experts by number, whole ones to each GPU, and not each of them (docs/parallel.md).",
     )
     attention_dp: bool = option(
         False,

@@ -190,9 +190,7 @@ class CacheManager:
             available = self.num_available_pages - self._radix.num_idle_of(prefix)
             needed = self.pages_for(len(tokens)) - len(prefix)
             if needed + spare > available:
-                raise OutOfPages(
-                    f"{needed} pages and {spare} to spare are needed, {available} can be had"
-                )
+                raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {available} can be had")
             num_frames = self.min_frames([(len(tokens), False)]) + reserved_frames
             # A lease that is alone fits onto the device if it fits into the pool.
             if self.residency and reserved_frames and num_frames > self.residency.num_frames:

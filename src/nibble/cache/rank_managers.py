@@ -1,4 +1,4 @@
-"""The books of several pools, one of each rank: with data-parallel attention a rank keeps the pages of its own requests.
+"""The books of several pools, one of each rank: with data-parallel attention a rank keeps pages of its own requests.
 
 A lease belongs to the rank that open() gives it, and so do its page numbers; prefixes are shared within a rank. To the
 scheduler this is one manager: what it asks of a lease is asked of that rank's.

@@ -21,7 +21,8 @@ PARALLEL = {
         ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size"), "pipeline parallelism is not served"
     ),
     **dict.fromkeys(
-        ("--expert-parallel-size", "--ep", "--ep-size"), "experts are divided among the GPUs of --tp by --expert-parallel"
+        ("--expert-parallel-size", "--ep", "--ep-size"),
+        "experts are divided among the GPUs of --tp by --expert-parallel",
     ),
 }
 """Flags of how many GPUs share the work -> why more than one is refused."""

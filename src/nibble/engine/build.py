@@ -321,7 +321,7 @@ def follow(start: Start, rank: Rank) -> ModelRunner:
     return ModelRunner(model, plan, pool, adapters(plan), tables, run, exact=exact, states=states)
 
 
-def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
+def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
     """Load and prepare a rank's part of the model."""
     config, spec, weights = engine_plan.config, engine_plan.model_spec, engine_plan.weights
     whole = load_config(config.model, config.index_topk, trust_remote_code=config.trust_remote_code)
@@ -575,7 +575,9 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
     return compiled(model, keep=config.compile_cache) if config.compile else None
 
 
-def run_prompt(runner: ModelRunner, manager: CacheManager | RankManagers, ids: Sequence[int], chunk: int) -> list[Tensor]:
+def run_prompt(
+    runner: ModelRunner, manager: CacheManager | RankManagers, ids: Sequence[int], chunk: int
+) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:

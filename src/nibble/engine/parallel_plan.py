@@ -28,7 +28,10 @@ def of_rank(hardware: Hardware, size: int) -> Hardware:
 
 def ways(config: Config) -> Ways:
     """Return how a model is divided; raise ConfigError where there is nothing to divide it among."""
-    for is_on, option in ((config.expert_parallel, "--expert-parallel"), (config.attention_dp, "--attention-dp")):
+    for is_on, option in (
+        (config.expert_parallel, "--expert-parallel"),
+        (config.attention_dp, "--attention-dp"),
+    ):
         if is_on and config.tp == 1:
             raise ConfigError(f"{option} divides a model among GPUs: say how many by --tp N, or leave it out")
     return Ways.of(config)
@@ -77,8 +80,16 @@ def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -
             "CUDA graphs and compiled steps",
             "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
         ),
-        (bool(config.drafts), "--speculative", "drafts of several GPUs' requests are not verified together yet"),
-        (bool(model_spec.states), "a model with recurrent states", "states of each GPU's requests are not kept yet"),
+        (
+            bool(config.drafts),
+            "--speculative",
+            "drafts of several GPUs' requests are not verified together yet",
+        ),
+        (
+            bool(model_spec.states),
+            "a model with recurrent states",
+            "states of each GPU's requests are not kept yet",
+        ),
     )
     for is_asked, what, why in refusals:
         if is_asked:
@@ -112,8 +123,8 @@ def notes(model_spec: ModelSpec) -> Iterator[str]:
         return
     if ATTENTION in model_spec.ways:
         yield (
-            f"data-parallel attention: each of {model_spec.tp} GPUs attends for requests of its own, with all heads, and "
-            "keeps their cache alone"
+            f"data-parallel attention: each of {model_spec.tp} GPUs attends for requests of its own, with all heads, "
+            "and keeps their cache alone"
         )
     yield (
         f"tensor parallelism: each layer is divided among {model_spec.tp} GPUs; heads, bytes of weights and tokens "
@@ -123,7 +134,11 @@ def notes(model_spec: ModelSpec) -> Iterator[str]:
         yield "expert parallelism: each GPU has an equal number of whole experts"
     by_requests = ATTENTION in model_spec.ways
     own = {stream.heads for group in model_spec.groups for stream in group.streams}
-    if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1} and not by_requests:
+    if (
+        any(heads and heads < model_spec.tp for heads in model_spec.kv_heads)
+        and own == {1}
+        and not by_requests
+    ):
         most = max(model_spec.kv_heads)
         what = "latents" if most == 1 else f"KV heads ({most})"
         yield f"{what} are kept by several GPUs, as there are fewer than {model_spec.tp} of a token"

@@ -47,9 +47,7 @@ def _length(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def _logit_keys(
-    own: Sequence[tuple[int, ScheduledRequest]], every: bool
-) -> Iterator[tuple[int, int, int]]:
+def _logit_keys(own: Sequence[tuple[int, ScheduledRequest]], every: bool) -> Iterator[tuple[int, int, int]]:
     """Yield a rank's rows of logits in its order, each as what a batch of all requests has it by (logit_rows())."""
     if every:
         yield from ((0, place, row) for place, item in own for row in range(item.num_tokens))

@@ -140,7 +140,6 @@ class PhaseGroup:
         self.seq_lens_at = packed.add(self.seq_lens)
         self.rows = packed.add(row for _, row in pairs)
 
-
     @classmethod
     def of_padding(cls, row: int, packed: PackedInts) -> PhaseGroup:
         """Return one row of padding that decodes.

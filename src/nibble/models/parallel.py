@@ -13,6 +13,7 @@ all. A family is divided only if its answers have been compared (VERIFIED), for 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,8 +118,8 @@ def divide(config: PretrainedConfig, ways: Ways) -> Divided:
     text = config.get_text_config()
     if text.model_type not in VERIFIED:
         raise ConfigError(
-            f"--tp {ways.size}: {text.model_type} cannot be divided among GPUs yet: nobody has compared its answers with "
-            f"those of one GPU; families that were compared: {', '.join(sorted(VERIFIED))}"
+            f"--tp {ways.size}: {text.model_type} cannot be divided among GPUs yet: nobody has compared its answers "
+            f"with those of one GPU; families that were compared: {', '.join(sorted(VERIFIED))}"
         )
     return divided(config, ways)
 
@@ -141,7 +142,7 @@ def divided(config: PretrainedConfig, ways: Ways) -> Divided:
         replicated.append(f"{HEADS} (each GPU attends for requests of its own)")
     try:
         part, states = attempt(list(changes.values()))
-        return Divided(part, (*replicated, *states), kv_heads)
+        return _checked(whole, Divided(part, (*replicated, *states), kv_heads), ways)
     except _CannotDivideError:
         pass
     accepted = list[Change]()
@@ -152,7 +153,14 @@ def divided(config: PretrainedConfig, ways: Ways) -> Divided:
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
     part, states = attempt(accepted)
-    return Divided(part, (*replicated, *states), kv_heads)
+    return _checked(whole, Divided(part, (*replicated, *states), kv_heads), ways)
+
+
+def _checked(whole: nn.Module, part: Divided, ways: Ways) -> Divided:
+    """Return a part; raise ConfigError where rows of other ranks cannot be gathered for its divided layers."""
+    if ways.attention_dp:
+        tokenwise_modules(whole, layout(whole, bare_skeleton(copy.deepcopy(part.config))))
+    return part
 
 
 def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
@@ -313,6 +321,23 @@ def layout(whole: Any, part: Any) -> Layout:
     return Layout(shapes, tuple(dict.fromkeys(rows)), experts_of_all, whole_experts, table in shapes)
 
 
+def tokenwise_modules(model: Any, layout: Layout) -> tuple[str, ...]:
+    """Return the modules around layers of whose inputs a rank has a part, which compute each token by itself: MLPs.
+
+    Raises:
+        ConfigError: one of them reads more than the tokens.
+    """
+    paths = tuple(dict.fromkeys(name.rpartition(".")[0] for name in layout.rows))
+    for path in paths:
+        # Itself, and the tokens.
+        if len(inspect.signature(type(model.get_submodule(path)).forward).parameters) != 2:
+            raise ConfigError(
+                f"{type(model).__name__} is not served with --attention-dp: its MLPs are no modules of their own; "
+                "leave the option out"
+            )
+    return paths
+
+
 def _is_by_number(whole: Any, path: str, shapes: Shapes) -> bool:
     """Return whether a parameter is one of experts of which a rank has some."""
     return shapes[0][1:] == shapes[1][1:] and bool(expert_matrices(whole.get_submodule(path)))
@@ -432,7 +457,7 @@ def splits(whole: Any, part: Any, shard: Shard) -> tuple[dict[str, Split], OwnEx
     from transformers.core_model_loading import revert_weight_conversion
 
     states = [dict(model.named_parameters(remove_duplicate=False)) for model in (whole, part)]
-    stored = [
+    stored: list[dict[str, Any]] = [
         revert_weight_conversion(model, state) for model, state in zip((whole, part), states, strict=True)
     ]
     result = dict[str, Split]()
@@ -440,7 +465,7 @@ def splits(whole: Any, part: Any, shard: Shard) -> tuple[dict[str, Split], OwnEx
         for name, x in one.items():
             if name in other and other[name].shape != x.shape:
                 result[name] = _split((whole, part), name, x, other[name], shard)
-    return result, OwnExperts(*stored, shard)
+    return result, OwnExperts(stored[0], stored[1], shard)
 
 
 def _split(models: tuple[Any, Any], name: str, x: Tensor, own: Tensor, shard: Shard) -> Split:

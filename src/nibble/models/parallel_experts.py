@@ -50,17 +50,17 @@ def divide_experts(whole: nn.Module, text: Any, size: int) -> None:
                 name: [count // size, *x.shape[1:]] for name, x in module.named_parameters(recurse=False)
             }
             if any(len(x) != count for x in module.parameters()):
-                raise ConfigError(f"--expert-parallel: {path} of {text.model_type} has more than its experts")
+                raise ConfigError(f"{path} of {text.model_type} cannot be divided by --expert-parallel: it has more than experts")
     if not counts:
         raise ConfigError(
-            f"--expert-parallel: {text.model_type} has no experts that tokens choose; leave the option out"
+            f"{text.model_type} has no experts that --expert-parallel could divide; leave the option out"
         )
     if uneven := [count for count in counts if count % size]:
         fitting = [n for n in range(2, min(counts) + 1) if not any(count % n for count in counts)]
         nearest = min(fitting, key=lambda n: (abs(n - size), n), default=1)
         raise ConfigError(
-            f"--expert-parallel: {uneven[0]} experts cannot be divided evenly among {size} GPUs; --tp {nearest} "
-            "divides them, or leave --expert-parallel out, which divides each expert"
+            f"{uneven[0]} experts cannot be divided evenly among {size} GPUs by --expert-parallel: choose "
+            f"--tp {nearest}, or leave the option out, and each expert is divided"
         )
     setattr(text, SHAPES, shapes)
 
@@ -77,7 +77,7 @@ class FewerExperts:
     """Base that comes before a model's class, and leaves the model that it makes a rank's experts."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         _resize(self, getattr(config.get_text_config(), SHAPES))
 
 
@@ -118,9 +118,7 @@ def _own_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_own_TK = (own_TK >= 0) & (own_TK < self.num_experts)
         # Our function passes over a number behind the last; families compute an expert of theirs for nothing.
         none = self.num_experts if self.config._experts_implementation == NAME else own_TK % self.num_experts
-        return own(
-            self, x_TH, torch.where(is_own_TK, own_TK, none), torch.where(is_own_TK, weights_TK, 0.0)
-        )
+        return own(self, x_TH, torch.where(is_own_TK, own_TK, none), torch.where(is_own_TK, weights_TK, 0.0))
 
     return forward
 

@@ -12,7 +12,6 @@ Shape suffixes: T tokens of this rank, H hidden size, K chosen experts of a toke
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -21,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nibble.errors import ConfigError
 from nibble.kernels.collectives import Collectives
-from nibble.models.parallel import Layout
+from nibble.models.parallel import Layout, tokenwise_modules
 
 
 class Rows:
@@ -120,15 +118,9 @@ def gather_rows(model: Any, layout: Layout, rows: Rows) -> None:
         model: from join().
         layout: what is divided.
         rows: of all ranks.
-
-    Raises:
-        ConfigError: a divided layer is no part of a module that computes each token by itself.
     """
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in layout.rows):
+    for path in tokenwise_modules(model, layout):
         module = model.get_submodule(path)
-        required = inspect.signature(type(module).forward).parameters
-        if len(required) != 2:  # self, and the tokens
-            raise ConfigError(f"--attention-dp: {path} reads more than the tokens of its layer")
         module.forward = MethodType(_gathered(type(module).forward, rows), module)
     for path in layout.experts:
         module = model.get_submodule(path)
