@@ -61,7 +61,9 @@ def stored_bytes(runner: ModelRunner) -> list[bytes]:
 def prompt_values(runner: ModelRunner) -> list[torch.Tensor]:
     """What a rank has stored of PROMPT, which has the first pages, by layer and stream."""
     slots = torch.arange(len(PROMPT))
-    views = [runner.pool.view(layer).streams for layer, owner in enumerate(runner.plan.owner) if layer == owner]
+    views = [
+        runner.pool.view(layer).streams for layer, owner in enumerate(runner.plan.owner) if layer == owner
+    ]
     return [dequantize_tokens(stream.paged, slots) for view in views for stream in view.values()]
 
 
@@ -139,8 +141,6 @@ def test_rows_of_another_rank_are_noticed(paths: dict[str, Path], monkeypatch: p
         ({"tp": 2, "speculative": "lookup"}, "--speculative with --attention-dp is not served"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
-    options: dict[str, Any], reason: str, paths: dict[str, Path]
-) -> None:
+def test_what_cannot_be_had_is_refused(options: dict[str, Any], reason: str, paths: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=reason):
         LLM(str(paths["minicpm3"]), attention_dp=True, **OPTIONS, **options)

@@ -117,8 +117,12 @@ def test_an_expert_that_no_rank_computes_is_noticed(
 # Refusals
 
 
-def test_what_cannot_be_divided_is_refused_before_weights_load(paths: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--expert-parallel divides a model among GPUs: say how many by --tp N"):
+def test_what_cannot_be_divided_is_refused_before_weights_load(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--expert-parallel divides a model among GPUs: say how many by --tp N"
+    ):
         LLM(str(paths["mixtral"]), expert_parallel=True, **OPTIONS)
     with pytest.raises(ConfigError, match="3 experts cannot be divided evenly among 2 GPUs"):
         LLM(str(FIXTURES / "fp8_block_moe"), tp=2, expert_parallel=True, **OPTIONS)

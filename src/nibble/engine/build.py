@@ -20,7 +20,6 @@ from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.state_memory import SPARE_SLOTS
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
-from nibble.cache.exact_window import ExactWindow
 from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
@@ -28,9 +27,9 @@ from nibble.cache.rank_managers import RankManagers
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
-from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup, head_start, parallel_plan
+from nibble.engine.cache_books import cache_manager
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
@@ -50,8 +49,6 @@ from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, to
 from nibble.engine.warmup import warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
-from nibble.kernels import cdiv
-from nibble.model_spec import NO_LAYER
 from nibble.models import compile_cache, invariant, parallel
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
@@ -485,15 +482,6 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
     )  # fmt: skip
 
 
-def _state_slots(engine_plan: EnginePlan) -> StateSlots | None:
-    """Return the slots of recurrent states, if the model has any."""
-    states, page_size = engine_plan.budget.states, engine_plan.plan.page_size
-    if states is None:
-        return None
-    interval = cdiv(engine_plan.config.state_interval, page_size)
-    return StateSlots(states.slots + SPARE_SLOTS, states.requests + SPARE_SLOTS, interval)
-
-
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
     """Return the error monitor, if the config asks for it."""
     config = engine_plan.config
@@ -517,9 +505,8 @@ def _engine(
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
     budget = engine_plan.budget
-    make_manager = partial(_cache_manager, engine_plan, pool.pages, residency)
     scheduler = Scheduler(
-        RankManagers([make_manager() for _ in range(config.tp)]) if config.attention_dp else make_manager(),
+        cache_manager(engine_plan, pool.pages, residency),
         max_running=budget.requests or config.max_running,
         token_budget=budget.step_tokens,
         max_context=max_context,
@@ -549,19 +536,6 @@ def _engine(
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
         overlap=not hardware.is_cpu and not config.attention_dp,
-    )
-
-
-def _cache_manager(engine_plan: EnginePlan, pages: int, residency: Residency | None) -> CacheManager:
-    """Return the books of a pool."""
-    config, plan, budget, window = engine_plan.config, engine_plan.plan, engine_plan.budget, None
-    if budget.exact:
-        window = ExactWindow(
-            plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
-            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
-        )  # fmt: skip
-    return CacheManager(
-        pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
     )
 
 

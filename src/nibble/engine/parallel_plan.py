@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
@@ -24,6 +25,16 @@ def of_rank(hardware: Hardware, size: int) -> Hardware:
         return hardware
     memory = hardware.memory // size if hardware.is_cpu else hardware.memory - COLLECTIVES
     return replace(hardware, memory=memory, host=hardware.host and hardware.host // size)
+
+
+def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hardware:
+    """Return what a rank has left beside the rows that it gathers, where ranks attend for requests of their own."""
+    if not config.attention_dp:
+        return hardware
+    step_tokens = config.token_budget or (CPU_STEP_TOKENS if hardware.is_cpu else GPU_STEP_TOKENS)
+    # As if one rank had all of them: the parts of all ranks are gathered in equal sizes.
+    size = config.tp * step_tokens * model_spec.hidden_size * (4 if hardware.is_cpu else 2)
+    return replace(hardware, memory=hardware.memory - size)
 
 
 def ways(config: Config) -> Ways:

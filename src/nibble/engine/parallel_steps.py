@@ -39,8 +39,8 @@ def numbers_by_rank(
         numbers.append(one.step_numbers([item for _, item in own], every))
         keys += [(key, num_rows + row) for row, key in enumerate(_logit_keys(own, every))]
         num_rows += _length(numbers[-1].inputs[3])
-    sizes = tuple(tuple(_length(made.inputs[part]) for made in numbers) for part in (0, 3))
-    return [replace(made, rank_rows=sizes) for made in numbers], [row for _, row in sorted(keys)]
+    sizes = tuple(tuple(_length(step.inputs[part]) for step in numbers) for part in (0, 3))
+    return [replace(step, rank_rows=sizes) for step in numbers], [row for _, row in sorted(keys)]
 
 
 def _length(part: slice) -> int:

@@ -131,6 +131,7 @@ def plan_cache(
         weights=config.weights, ways=parallel_plan.ways(config),
     )  # fmt: skip
     model_spec = replace(model_spec, model=config.model)
+    hardware = parallel_plan.with_rows(hardware, config, model_spec)
     if config.deterministic:
         require_invariant(model_spec, hardware)
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
@@ -147,10 +148,8 @@ def plan_cache(
     drafts_note = speculation_plan.note(config, hardware)
     preface = (source_note, formats_note, *parallel_plan.notes(model_spec), *weight_notes, drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    cache_plan = CachePlan(
-        config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
-    )
-    cache_plan = _annotated(cache_plan, table)
+    facts = config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
+    cache_plan = _annotated(CachePlan(*facts), table)
     return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
 
 

@@ -70,14 +70,8 @@ def observe_model(
     # A name on the hub may mean another version tomorrow.
     is_fixed = (folder / "config.json").is_file() and not trust_remote_code
     head = split_head(model)[0]
-    options = (
-        dtype,
-        max_context,
-        index_topk,
-        weights,
-        *([repr(ways)] if ways != ONE_GPU else []),
-        *filter(None, [head]),
-    )
+    division = repr(ways) if ways != ONE_GPU else ""
+    options = (dtype, max_context, index_topk, weights, *filter(None, [division, head]))
     path = _path(folder, *options) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
@@ -98,12 +92,7 @@ def observe_model(
         else:
             model_spec = observe(config, model, dtype, max_context, weights)
     stored = model_spec.stored_weights
-    if (
-        stored
-        and not (weights or head)
-        and ways.size == 1
-        and (size := folder_bytes(folder, model_spec.layers))
-    ):
+    if stored and not (weights or head or division) and (size := folder_bytes(folder, model_spec.layers)):
         # What lies in the folder is certain; what follows from the config is an account of it.
         model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:

@@ -43,8 +43,8 @@ VERIFIED = frozenset({
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
-HEADS = "attention"
-"""What is divided by heads, or by requests."""
+HEADS, LINEAR_ATTENTION = "attention", "linear attention"
+"""What is divided by heads; attention also by requests."""
 WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "dense_intermediate_size",
@@ -138,6 +138,7 @@ def divided(config: PretrainedConfig, ways: Ways) -> Divided:
     changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(observer.calls, text.num_hidden_layers)
     replicated = list(_indivisible(text, size))
     if ways.attention_dp:
+        changes.pop(LINEAR_ATTENTION, None)
         del changes[HEADS]
         replicated.append(f"{HEADS} (each GPU attends for requests of its own)")
     try:
@@ -203,7 +204,7 @@ def _changes(text: Any, size: int) -> Iterator[tuple[str, Change]]:
         if value and all(isinstance(width, int) and width % size == 0 for width in widths):
             yield f"layers of {name}", partial(_divide_number, name, size)
     if all(getattr(text, name, None) and getattr(text, name) % size == 0 for name in LINEAR_HEADS):
-        yield "linear attention", partial(_divide_linear_heads, size)
+        yield LINEAR_ATTENTION, partial(_divide_linear_heads, size)
     if text.vocab_size % size == 0:
         yield "the tables of the vocabulary", partial(_divide_vocabulary, size)
 

@@ -50,7 +50,9 @@ def divide_experts(whole: nn.Module, text: Any, size: int) -> None:
                 name: [count // size, *x.shape[1:]] for name, x in module.named_parameters(recurse=False)
             }
             if any(len(x) != count for x in module.parameters()):
-                raise ConfigError(f"{path} of {text.model_type} cannot be divided by --expert-parallel: it has more than experts")
+                raise ConfigError(
+                    f"{path} of {text.model_type} cannot be divided by --expert-parallel: it has more than experts"
+                )
     if not counts:
         raise ConfigError(
             f"{text.model_type} has no experts that --expert-parallel could divide; leave the option out"
