@@ -16,10 +16,16 @@ from nibble.engine.model_runner import ModelRunner
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.collectives.processes import GlooCollectives
 from nibble.models.hub import quiet
+from nibble.models.parallel import VERIFIED
 from nibble.models.parallel_rows import Rows
 from thread_ranks import ThreadRanks
 
 OPTIONS: dict[str, Any] = {"kv_format": "fp32", "kv_memory": "8MiB"}
+REFUSED = {
+    "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "nemotron_h", "opt", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+"""Families with recurrent states, and one whose MLPs are no modules of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,22 @@ def test_answers_are_those_of_one_rank(name: str, more: dict[str, Any], paths: d
         assert answers(llm) == expected and llm.engine.scheduler.metrics.cache.hit_tokens > 0
         llm.engine.scheduler.check_integrity()
         assert "attention (each GPU attends for requests of its own)" in str(llm.plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(VERIFIED))
+def test_every_family_that_may_be_divided(name: str, tmp_path: Path) -> None:
+    with quiet():
+        tiny_model(name).save_pretrained(tmp_path)
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match="not served"):
+            LLM(str(tmp_path), tp=2, attention_dp=True, **OPTIONS)
+        return
+    with served(tmp_path, 1, **OPTIONS) as llm:
+        logits_TV, expected = llm.logits(PROMPT), answers(llm)
+    with served(tmp_path, 2, attention_dp=True, **OPTIONS) as llm:
+        assert float((llm.logits(PROMPT) - logits_TV).abs().max()) < TOLERANCE
+        assert answers(llm) == expected
 
 
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:

@@ -59,6 +59,25 @@ def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path], of_one
         assert "each GPU has an equal number of whole experts" in str(llm.plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "afmoe", "axk1", "deepseek_v2", "deepseek_v32", "dots1", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+        "glm_moe_dsa", "hunyuan_v1_moe", "jamba", "kimi_linear", "minimax", "minimax_m2", "mistral4", "nemotron_h",
+        "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next",
+    ],
+)  # fmt: skip
+def test_every_family_with_experts(name: str, tmp_path: Path) -> None:
+    with quiet():
+        tiny_model(name).save_pretrained(tmp_path)
+    with served(tmp_path, 1, **OPTIONS) as llm:
+        logits_TV = llm.logits(PROMPT)
+    with served(tmp_path, 2, expert_parallel=True, **OPTIONS) as llm:
+        assert experts_of(llm)
+        assert float((llm.logits(PROMPT) - logits_TV).abs().max()) < TOLERANCE
+
+
 # Quantised weights
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"

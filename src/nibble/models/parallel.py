@@ -322,13 +322,19 @@ def layout(whole: Any, part: Any) -> Layout:
     return Layout(shapes, tuple(dict.fromkeys(rows)), experts_of_all, whole_experts, table in shapes)
 
 
+def rows_of(model: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """Return the layers whose outputs are summed; not those of shared experts that others compute with theirs."""
+    present = dict(model.named_modules())
+    return tuple(name for name in layout.rows if name in present)
+
+
 def tokenwise_modules(model: Any, layout: Layout) -> tuple[str, ...]:
     """Return the modules around layers of whose inputs a rank has a part, which compute each token by itself: MLPs.
 
     Raises:
         ConfigError: one of them reads more than the tokens.
     """
-    paths = tuple(dict.fromkeys(name.rpartition(".")[0] for name in layout.rows))
+    paths = tuple(dict.fromkeys(name.rpartition(".")[0] for name in rows_of(model, layout)))
     for path in paths:
         # Itself, and the tokens.
         if len(inspect.signature(type(model.get_submodule(path)).forward).parameters) != 2:

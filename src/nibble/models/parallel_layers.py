@@ -23,7 +23,7 @@ from nibble.errors import ConfigError
 from nibble.kernels import collectives
 from nibble.kernels.collectives import Collectives
 from nibble.models.linear import PackedLinear, QuantizedLinear
-from nibble.models.parallel import Layout
+from nibble.models.parallel import Layout, rows_of
 from nibble.models.shards import Shard
 
 
@@ -118,7 +118,7 @@ def join(
     Raises:
         ConfigError: a layer cannot be computed deterministically.
     """
-    for name in layout.rows:
+    for name in rows_of(model, layout):
         layer = model.get_submodule(name)
         if deterministic:
             layer = GatheredLinear(
