@@ -60,15 +60,8 @@ def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path], of_one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "afmoe", "axk1", "deepseek_v2", "deepseek_v32", "dots1", "flex_olmo", "glm4_moe", "glm4_moe_lite",
-        "glm_moe_dsa", "hunyuan_v1_moe", "jamba", "kimi_linear", "minimax", "minimax_m2", "mistral4", "nemotron_h",
-        "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next",
-    ],
-)  # fmt: skip
-def test_every_family_with_experts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hunyuan_v1_moe", "jamba", "nemotron_h", "qwen3_5_moe_text"])
+def test_other_families_answer_as_one_rank(name: str, tmp_path: Path) -> None:
     with quiet():
         tiny_model(name).save_pretrained(tmp_path)
     with served(tmp_path, 1, **OPTIONS) as llm:
