@@ -129,8 +129,9 @@ class Config:
     device: str = option("auto", "auto, cpu or cuda.")
     weights: str | None = option(
         None,
-        "Quantise the linear layers of a BF16 or FP16 checkpoint as it loads: fp8 (blocks of 128 x 128), int4 (groups "
-        "of 128), nvfp4 or mxfp4. Where kernels do not serve them, they are unpacked again (docs/weights.md).",
+        "Quantise the linear layers and experts of a BF16 or FP16 checkpoint as it loads: fp8 (blocks of 128 x 128), "
+        "int4 (groups of 128), nvfp4 or mxfp4. Where kernels do not serve them, they are unpacked again "
+        "(docs/weights.md).",
     )
     quantized_weights: str = option(
         "auto",

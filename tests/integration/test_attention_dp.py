@@ -167,6 +167,7 @@ def test_families_whose_mlps_are_no_modules_are_refused(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ({"tp": 1}, "--attention-dp divides a model among GPUs: say how many by --tp N"),
+        ({"tp": 2, "hisparse": "on"}, "--hisparse with --attention-dp is not served"),
         ({"tp": 2, "speculative": "lookup"}, "--speculative with --attention-dp is not served"),
     ],
 )

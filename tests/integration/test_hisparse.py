@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +21,14 @@ from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.plan import plan_engine
+from nibble.engine.rank import Follower
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import LATENTS
+from thread_ranks import ThreadRanks, threads_as_ranks
 from tiny import MLA, SPARSE, save_tiny
+from toys.oracle_drafter import oracle
 
 TEXT = "".join(map(chr, range(32, 127))) * 4
 CONTEXT = 400
@@ -92,6 +95,84 @@ def test_the_answers_are_those_without_it(
     assert answers(hot, asked) == expected, "prefixes come back from the host"
     assert tier.residency.stats.loaded > 20
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
+
+
+@pytest.mark.parametrize(("kv_format", "window"), [("bf16", 0), ("nvfp4_ds_mla", 20)])
+def test_drafts_of_requests_without_a_hot_buffer(
+    model: Path, kv_format: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are wrong, so pages that were reserved for them are given back while others go to the host and back."""
+    monkeypatch.setattr(window_memory, "EXACT_SHARE", 0.9)
+    asked, options = prompts(6), {"kv_format": kv_format, "kv_window": window}
+    expected = answers(llm(model, **options), asked)
+    known = {tuple(prompt): answer for prompt, answer in zip(asked, expected, strict=True)}
+    with oracle(known, wrong=0.3) as drafter:
+        hot = tight(model, speculative=drafter, speculative_tokens="3", **options)
+        drafted: list[bool] = []
+        schedule = hot.engine.scheduler.schedule
+
+        def noted(*arguments: Any) -> Any:
+            batch = schedule(*arguments)
+            for item in batch.scheduled if batch else ():
+                assert not (item.drafts and item.request.lease.hot_frames), "a hot buffer is for one token"
+                drafted.append(bool(item.drafts))
+            hot.engine.scheduler.check_integrity()
+            return batch
+
+        monkeypatch.setattr(hot.engine.scheduler, "schedule", noted)
+        for _ in range(2):
+            assert answers(hot, asked) == expected
+        assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.residency.stats.loaded > 20
+        assert drafted.count(True) > 20 < drafted.count(False)
+        assert hot.engine.speculation
+        counts = hot.engine.speculation.counts
+        assert 20 < counts.accepted < counts.drafted - 5
+
+
+def test_a_page_of_drafts_is_not_saved(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it were, tokens that were taken back would come back from the host."""
+    backup = HotBuffers.backup
+    offered: list[tuple[int, int]] = []
+
+    def noted(tier: HotBuffers, leases: Any, save: Any) -> None:
+        all_leases = list(leases)
+        offered.extend((count, lease.num_reserved_tokens) for lease, count in all_leases)
+        backup(tier, all_leases, save)
+
+    monkeypatch.setattr(HotBuffers, "backup", noted)
+    asked = prompts(4)
+    with oracle({tuple(prompt): (0,) * 40 for prompt in asked}, wrong=1.0) as drafter:
+        answers(tight(model, kv_format="bf16", speculative=drafter, speculative_tokens="3"), asked)
+    assert max(reserved - count for count, reserved in offered) == 3
+
+
+@pytest.fixture(scope="module")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `model`, without experts, so that ranks compute the very bits of one."""
+    changes = {**SPARSE, "mlp_layer_types": ["dense"] * 3}
+    path = save_tiny(tmp_path_factory.mktemp("dense"), "glm_moe_dsa", **changes)
+    LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([TEXT], save=path / "scales.json")
+    return path
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "nvfp4"])
+def test_each_rank_has_a_host_tier(dense_model: Path, kv_format: str) -> None:
+    options: dict[str, Any] = {"kv_format": kv_format, "kv_window": 0, "deterministic": True}
+    asked = prompts(6)
+    expected = answers(llm(dense_model, **options), asked)
+    with threads_as_ranks(), closing(tight(dense_model, tp=2, **options)) as hot:
+        assert answers(hot, asked) == expected
+        assert answers(hot, asked) == expected, "prefixes come back from the host"
+        assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.residency.stats.loaded > 20
+        (follower,) = cast(ThreadRanks, hot.engine.ranks).followers.values()
+        assert follower.runner.tier and follower.runner.tier.lookup_counts == hot.tier.lookup_counts
+
+
+def test_a_rank_that_saves_nothing_is_noticed(dense_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Follower, "save", lambda self, copies: None)
+    asked, options = prompts(6), {"kv_format": "fp8_ds_mla", "deterministic": True}
+    with threads_as_ranks(), closing(tight(dense_model, tp=2, **options)) as hot:
+        assert answers(hot, asked) != answers(llm(dense_model, **options), asked)
 
 
 def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

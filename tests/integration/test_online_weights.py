@@ -1,4 +1,4 @@
-"""Linear layers that are quantised as a checkpoint loads: which, their bytes, engines, and refusals. On a CPU."""
+"""Linear layers and experts that are quantised as a checkpoint loads: which, their bytes, engines, and refusals. On a CPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nibble.engine.plan import plan_cache
 from nibble.errors import ConfigError, WeightError
 from nibble.hardware import lookup_gpu
 from nibble.models import checkpoint
+from nibble.models.experts import packed_matrices
 from nibble.models.linear import prepare_linears, quantized_layers
 from nibble.models.observations import observe_model
 from nibble.models.online import FORMATS
@@ -35,6 +36,13 @@ SHAPES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "initial
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_context": 128, "kv_memory": "4MiB"}
 TOLERANCE = 1e-4
+EXPERTS = "experts"
+_MOE: dict[str, Any] = {**SHAPES, "num_experts_per_tok": 2}
+MOE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_MOE, "num_experts": 4, "moe_intermediate_size": 128},
+    "mixtral": {**_MOE, "num_local_experts": 4},
+    "gpt_oss": {**_MOE, "intermediate_size": 256, "num_local_experts": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,30 +136,119 @@ def test_a_text_tower_under_another_prefix(folder: Path, tmp_path: Path) -> None
     assert (logits(model) - logits(read(folder, "int4"))).abs().max() <= TOLERANCE
 
 
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights, packed ones included."""
+    packed = (
+        *(layer.matrix for layer in quantized_layers(model)),
+        *(part.matrices for part in packed_matrices(model)),
+    )
+    return sum(x.nbytes for x in (*model.parameters(), *packed))
+
+
 def families() -> Iterator[tuple[str, dict[str, Any], set[str]]]:
     """Family, config and the last parts of the names of quantised matrices."""
     yield "qwen3", {}, set(LAYERS)
     yield "llama", {"attention_bias": True}, set(LAYERS)
-    latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    latent = {
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        EXPERTS,
+    }
     yield "deepseek_v3", MLA, latent
     yield "glm_moe_dsa", SPARSE, latent
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    yield "qwen3_moe", experts, {"q_proj", "k_proj", "v_proj", "o_proj"}
-    yield "mixtral", {"num_local_experts": 4}, {"q_proj", "k_proj", "v_proj", "o_proj"}
+    yield "qwen3_moe", experts, {"q_proj", "k_proj", "v_proj", "o_proj", EXPERTS}
+    yield "mixtral", {"num_local_experts": 4}, {"q_proj", "k_proj", "v_proj", "o_proj", EXPERTS}
 
 
 @pytest.mark.parametrize(("family", "config", "expected"), list(families()))
 def test_which_layers_are_quantised(
     family: str, config: dict[str, Any], expected: set[str], tmp_path: Path
 ) -> None:
-    """None of experts, routers, indexers, embeddings, norms, the output layer and MLA's kv_b_proj."""
+    """None of routers, indexers, embeddings, norms, the output layer and MLA's kv_b_proj."""
     save_model(tmp_path, family, **config, tie_word_embeddings=False)
     names = changed(tmp_path, "nvfp4")
     assert {name.split(".")[-2] for name in names} == expected
-    assert all(name.endswith(".weight") and ".experts." not in name for name in names)
+    assert all(name.endswith((".weight", ".experts.gate_up_proj", ".experts.down_proj")) for name in names)
     model = read(tmp_path, "nvfp4", Handling.PACKED)
-    packed = {name for name, layer in model.named_modules() if layer in set(quantized_layers(model))}
+    parts = {*quantized_layers(model), *packed_matrices(model)}
+    packed = {name for name, part in model.named_modules() if part in parts}
     assert packed == {name.removesuffix(".weight") for name in names}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", sorted(MOE))
+def test_experts_are_quantised_as_they_are_read(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one (and by other names than the model's, in mixtral), or all in one tensor, with inputs first (gpt_oss)."""
+    save_model(tmp_path, family, **MOE[family])
+    expected, plain = logits(read(tmp_path, name)), logits(read(tmp_path, None))
+    reads, read_model = list[int](), checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", lambda *rest: (reads.append(1), read_model(*rest))[1])
+    late: list[str] = []
+    quantize_experts = Packer.quantize_experts
+
+    def note(packer: Packer, name: str, *rest: Any, **more: Any) -> Any:
+        late.append(name)
+        return quantize_experts(packer, name, *rest, **more)
+
+    monkeypatch.setattr(Packer, "quantize_experts", note)
+    model = read(tmp_path, name, Handling.PACKED)
+    assert len(packed_matrices(model)) == 6 and len(reads) == 1
+    assert len(late) == (6 if family == "gpt_oss" else 0), (
+        "those of one tensor alone are not quantised one by one"
+    )
+    assert (logits(model) - expected).abs().max() <= TOLERANCE < (plain - expected).abs().max()
+    options: dict[str, Any] = {"model": str(tmp_path), "dtype": "float32", "weights": name}
+    assert plan_cache(Config(**options, quantized_weights="packed")).model_spec.weight_bytes == kept_bytes(
+        model
+    )
+
+
+def test_experts_of_files_of_pytorch_are_quantised_afterwards(tmp_path: Path) -> None:
+    save_model(tmp_path / "safe", "qwen3_moe", **MOE["qwen3_moe"])
+    (tmp_path / "torch").mkdir()
+    for file in (tmp_path / "safe").glob("*.json"):
+        (tmp_path / "torch" / file.name).write_bytes(file.read_bytes())
+    torch.save(load_file(tmp_path / "safe" / "model.safetensors"), tmp_path / "torch" / "pytorch_model.bin")
+    model = read(tmp_path / "torch", "nvfp4", Handling.PACKED)
+    assert len(packed_matrices(model)) == 6
+    assert (logits(model) - logits(read(tmp_path / "safe", "nvfp4"))).abs().max() <= TOLERANCE
+
+
+def test_without_the_library_of_linear_layers_experts_alone_are_packed(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_moe", **MOE["qwen3_moe"])
+    model = read(tmp_path, "fp8", Handling.EXPERTS)
+    assert len(packed_matrices(model)) == 6 and not quantized_layers(model)
+    assert (logits(model) - logits(read(tmp_path, "fp8"))).abs().max() <= TOLERANCE
+    stored = plan_cache(Config(model=str(tmp_path), dtype="float32", weights="fp8")).model_spec.stored_weights
+    assert stored
+    assert stored.packed_experts == kept_bytes(model)
+
+
+def test_experts_that_no_kernels_multiply_have_its_errors_too(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_moe", **{**MOE["qwen3_moe"], "moe_intermediate_size": 96})
+    model = read(tmp_path, "int4", Handling.PACKED)
+    assert not packed_matrices(model) and quantized_layers(model)
+    assert (logits(model) - logits(read(tmp_path, "int4"))).abs().max() <= TOLERANCE
+    assert sum(".experts." in name for name in changed(tmp_path, "int4")) == 6
+
+
+def test_an_engine_with_experts_quantised_answers_alike(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe", **MOE["qwen3_moe"])
+    answers = []
+    for handling in ("packed", "unpacked"):
+        options = {**OPTIONS, "weights": "fp8", "kv_format": "bf16", "quantized_weights": handling}
+        with LLM(str(tmp_path), **options) as llm:
+            assert bool(packed_matrices(llm.engine.runner.model)) == (handling == "packed")
+            answers.append(llm.logits(list(range(5, 45))))
+    assert (answers[0] - answers[1]).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,7 +267,7 @@ def test_a_plan_counts_the_bytes_that_are_kept(
         assert "no kernels multiply" in str(error) and family == "qwen3" and name in ("int4", "fp8")
         return
     model = read(tmp_path, name, Handling.PACKED)
-    size = sum(p.nbytes for p in model.parameters()) + sum(x.matrix.nbytes for x in quantized_layers(model))
+    size = kept_bytes(model)
     assert plan.model_spec.weight_bytes == size
     full = plan_cache(Config(model=str(tmp_path), dtype="float32")).model_spec.weight_bytes
     assert size < full == plan_cache(Config(**options)).model_spec.weight_bytes
@@ -194,7 +291,12 @@ def test_plans_need_no_weights_and_say_what_becomes_of_them(folder: Path) -> Non
         assert plan("qwen3-8b", weights=name).model_spec.weight_bytes == pytest.approx(expected, rel=1e-3)
     assert "weights quantised to int4 as they load: " in notes("qwen3-8b", weights="int4")
     assert "multiplied as they are packed by humming-kernels" in notes("qwen3-8b", weights="int4")
-    assert "leaves experts as they are: 54.00 GiB" in notes("qwen3-30b-a3b", weights="nvfp4")
+    experts = (
+        plan("qwen3-30b-a3b").model_spec.weight_bytes
+        / plan("qwen3-30b-a3b", weights="fp8").model_spec.weight_bytes
+    )
+    assert 1.9 < experts < 2
+    assert "by humming-kernels, experts by Nibble's own kernels; " in notes("qwen3-30b-a3b", weights="nvfp4")
     assert "experts" not in notes("qwen3-8b", weights="nvfp4")
     assert "unpacked again here (with --deterministic" in notes("qwen3-8b", weights="fp8", deterministic=True)
     on_cpu = notes(folder, None, weights="fp8")

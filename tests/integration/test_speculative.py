@@ -306,12 +306,11 @@ def test_what_cannot_be_combined(tiny: Path, tmp_path: Path, models: dict[str, P
     ):
         with pytest.raises(ConfigError, match=reason):
             engine(tiny, **options)
-    with pytest.raises(ConfigError, match="hot buffer"):
-        engine(models["chosen"], kv_format="nvfp4_ds_mla", hisparse="on", speculative="lookup")
-    config = Config(model=str(tiny), speculative="lookup", deterministic=True)
     model_spec = engine(tiny)._engine_plan.model_spec
-    with pytest.raises(ConfigError, match="deterministic"):
-        speculation_plan.check(config, model_spec, lookup_gpu("h200"))
+    for options, reason in (({"deterministic": True}, "deterministic"), ({"hisparse": "on"}, "hot buffer")):
+        config = Config(model=str(tiny), speculative="lookup", **options)
+        with pytest.raises(ConfigError, match=reason):
+            speculation_plan.check(config, model_spec, lookup_gpu("h200"))
 
 
 def test_two_hundred_answers_of_as_many_seeds(tiny: Path) -> None:

@@ -104,7 +104,7 @@ class HotBuffers:
     """Page frames, hot buffers and copies of one engine.
 
     Args:
-        residency: the scheduler's books.
+        residency: the scheduler's books; of a rank that does what another says, empty ones.
         host: latents on the host, by layer.
         pool: latents on the device.
         rows: rows of the tables of requests; the last is padding.
@@ -294,13 +294,16 @@ class HotBuffers:
         for row in rows:
             self._frames_on_device.pop(row, None)
 
-    def backup(self, leases: Iterable[tuple[Lease, int]]) -> None:
+    def backup(
+        self, leases: Iterable[tuple[Lease, int]], save: Callable[[Sequence[Copy]], None] | None = None
+    ) -> None:
         """Save full pages during the step that was launched last.
 
         A lease that fits into a hot buffer is never offloaded, so nothing of it is saved.
 
         Args:
-            leases: leases of that step, with the tokens that each has stored after it.
+            leases: leases of that step, with the tokens that each has stored after it whatever becomes of drafts.
+            save: launches the copies; if None, save() of this device alone.
         """
         copies: dict[int, int] = {}
         offers: list[tuple[Lease, int]] = []
@@ -310,12 +313,15 @@ class HotBuffers:
                 copies.update(self.residency.unsaved(lease.pages[lease.num_saved : full]))
                 offers.append((lease, full))
         if copies:
-            self._save_async(tuple(copies.items()))
+            saved = tuple(copies.items())
+            (save or self.save)(saved)
+            self.residency.mark_saved(saved)
         # Marked after the launch: if it raised, the same pages are offered again.
         for lease, full in offers:
             lease.num_saved = full
 
-    def _save_async(self, copies: Sequence[Copy]) -> None:
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Save these pages from their frames, beside the step that was launched last."""
         numbers = torch.tensor(copies, dtype=torch.int64)
         if self._save_stream is None:
             self._save(numbers[:, 0], numbers[:, 1])
@@ -328,7 +334,6 @@ class HotBuffers:
                 # The allocator must not reuse this memory while the save stream reads it.
                 numbers.record_stream(self._save_stream)
                 self._save(numbers[:, 0], numbers[:, 1], programs=SAVE_PROGRAMS)
-        self.residency.mark_saved(copies)
 
     # --- statistics
 

@@ -334,6 +334,9 @@ class CacheManager:
 
     def draft_room(self, lease: Lease, start: int) -> int:
         """Return the most draft tokens that a step may have after the token at `start`."""
+        # A hot buffer has room for what one token looks at.
+        if lease.hot_frames:
+            return 0
         return self._states.draft_room(lease, start) if self._states else MAX_DRAFTS
 
     def take_back(self, lease: Lease) -> None:
@@ -342,10 +345,12 @@ class CacheManager:
         Args:
             lease: an open lease, of which no step is in flight.
         """
-        assert self.residency is None, "a host tier has one new token a step"
+        assert not lease.hot_frames, "a hot buffer is for one new token"
         lease.num_reserved_tokens, count = lease.num_stored_tokens, self.pages_for(lease.num_stored_tokens)
         if surplus := lease.pages[count:]:
             del lease.pages[count:]
+            if self.residency:
+                self.residency.release(surplus)
             self._allocator.release(reversed(surplus))
             lease.num_kept_pages = min(count, count if lease.num_kept_pages is None else lease.num_kept_pages)
             self._num_releases += 1

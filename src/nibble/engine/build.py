@@ -306,16 +306,17 @@ def follow(start: Start, rank: Rank) -> ModelRunner:
     with explain_out_of_memory(budget):
         exact = _exact_cache(engine_plan, start.poison)
         pool = PagedPool(
-            engine_plan.plan.layout, budget.pages, scales, hardware.device, poison=start.poison,
-            exact=exact.pool if exact else None,
+            engine_plan.plan.layout, budget.pages, scales, hardware.device, frames=budget.frames,
+            poison=start.poison, exact=exact.pool if exact else None,
         )  # fmt: skip
+        tier = _tier(engine_plan, pool, scales)
         states = _state_pool(engine_plan, start.poison)
     tables = PageTables(
         config.max_running + 1, budget.table_width, hardware.device, exact.empty_page if exact else None,
         states is not None,
     )  # fmt: skip
     run, plan = _forward(config, hardware, model), engine_plan.plan
-    return ModelRunner(model, plan, pool, adapters(plan), tables, run, exact=exact, states=states)
+    return ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
 
 
 def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:

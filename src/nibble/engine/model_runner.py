@@ -33,6 +33,7 @@ from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
+from nibble.cache.residency import Copy
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.graphs import Graphs
@@ -147,8 +148,9 @@ class ModelRunner:
         followers = self.followers
         logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
         if self.tier:
-            # After the launch, so that pages are saved while the step runs.
-            self.tier.backup((item.request.lease, item.end) for item in scheduled)
+            # After the launch, so that pages are saved while the step runs; those with drafts may be written again.
+            settled = ((item.request.lease, item.end - len(item.drafts)) for item in scheduled)
+            self.tier.backup(settled, self.save)
         return logits
 
     def _compute_by_requests(
@@ -196,6 +198,14 @@ class ModelRunner:
                 self.followers.store_sampled(tokens_S)
         assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
+
+    @torch.inference_mode()
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Save pages from their frames to the host, on all ranks."""
+        assert self.tier
+        if self.followers:
+            self.followers.save(copies)
+        self.tier.save(copies)
 
     # Any step
 

@@ -61,7 +61,6 @@ def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardwa
         return
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
-        (bool(config.hisparse), "--hisparse", "pages that are in host memory are those of one GPU"),
         (
             bool(config.weights),
             "--weights",
@@ -91,6 +90,7 @@ def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -
             "CUDA graphs and compiled steps",
             "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
         ),
+        (bool(config.hisparse), "--hisparse", "host tiers have one schedule of pages, and not one of each GPU"),
         (
             bool(config.drafts),
             "--speculative",

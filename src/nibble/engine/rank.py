@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nibble.cache.residency import Copy
 from nibble.engine.ranks import COUNT, Command, Failure, Rank, Start
 
 PARENT_POLL_S = 0.2
@@ -58,6 +59,10 @@ class Follower:
         tokens_S = torch.empty(count, dtype=torch.int64, device=self.runner.device)
         self.rank.group.broadcast(tokens_S)
         self.runner.store_sampled(tokens_S)
+
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Save pages to the host."""
+        self.runner.save(copies)
 
     def test(self) -> None:
         """Run the start-up test over the pool of this rank."""

@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor
 
 import nibble
+from nibble.cache.residency import Copy
 from nibble.cache.scales import KVScales
 from nibble.engine.plan import EnginePlan
 from nibble.engine.step_numbers import StepNumbers
@@ -174,6 +175,10 @@ class Ranks:
         assert self.here
         self._send(Command("store_sampled", (len(tokens_S),)))
         self.here.group.broadcast(tokens_S)
+
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Let them save pages to the host."""
+        self._send(Command("save", (copies,)))
 
     def run(self, name: str) -> None:
         """Let them run a method of Follower."""

@@ -466,9 +466,11 @@ class Scheduler:
 
     def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve pages for drafts; return none of them where pages are short."""
+        start = request.num_computed_tokens
+        # Its lease may have changed for the sake of others since they were asked for.
+        drafts = drafts[: self.manager.draft_room(request.lease, start)] if drafts else ()
         if not drafts:
             return ()
-        start = request.num_computed_tokens
         try:
             self.manager.reserve(request.lease, start + 1 + len(drafts), len(drafts), start=start)
         except OutOfPages:

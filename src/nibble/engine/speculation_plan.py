@@ -42,10 +42,10 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
             f"--speculative {config.speculative} and --tp {config.tp} cannot be combined yet: a head reads the "
             "hidden states of a model on one GPU; leave one of them out, or use --speculative lookup"
         )
-    if config.offload:
+    if config.offload and not hardware.is_cpu:
         raise ConfigError(
-            "--speculative and --hisparse cannot be combined yet: a hot buffer is for one new token of a request; "
-            "leave one of them out"
+            "--speculative and --hisparse cannot be combined on a GPU yet: a hot buffer is for one new token of a "
+            "request, so steps with drafts are not recorded; leave one of them out"
         )
     if config.deterministic and not hardware.is_cpu:
         raise ConfigError(

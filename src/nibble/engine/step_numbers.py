@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from nibble.cache.residency import Copy
 from nibble.engine.page_tables import PackedInts, SentUpdates
 from nibble.engine.step_tokens import PhaseGroup, StateRows
 
@@ -56,6 +57,10 @@ class Followers(Protocol):
 
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Let them store what was sampled."""
+        ...
+
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Let them save pages to the host."""
         ...
 
     def run(self, name: str) -> None:

@@ -25,11 +25,12 @@ from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook, online
 from nibble.models.activations import FULL
 from nibble.models.checkpoint_scales import has_weights, is_scale
+from nibble.models.experts import expert_matrices
 from nibble.models.head_model import class_of
 from nibble.models.heads import HeadFacts, head_tensors, is_head_tensor
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import compile_ahead, prepare_linears, quantize_linears, set_packed
+from nibble.models.linear import compile_ahead, prepare_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
 from nibble.models.parallel import Division
@@ -37,11 +38,11 @@ from nibble.models.placement import stored_tensors
 from nibble.models.quantization import (
     READABLE,
     Handling,
-    MatrixFormat,
     Quantization,
     parse,
     quantization_entry,
 )
+from nibble.models.quantize import quantize_experts, quantize_linears
 from nibble.models.towers import key_mapping, nested_text, text_attention
 from nibble.models.unpack import quantized, unpacked
 
@@ -103,6 +104,7 @@ def load(
         torch.cuda.empty_cache()
     if quantization:
         quantize_linears(model, quantization, packer)
+        quantize_experts(model, quantization.rules[0].format, packer)
     return model
 
 
@@ -185,7 +187,7 @@ def _source(
         if entry or not weight_files(folder):
             return path, config, None
         if packer and quantization:
-            return None, config, quantized(folder, *_choice(config, quantization), files, packer)
+            return None, config, quantized(folder, _choice(config, quantization), files, packer)
         return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
@@ -194,19 +196,21 @@ def _source(
     return None, plain, unpacked(folder, entry, device, files, packer)
 
 
-def _choice(
-    config: PretrainedConfig, quantization: Quantization
-) -> tuple[MatrixFormat, Callable[[str], bool]]:
-    """Return how linear layers are quantised as they load, and whether a module of the checkpoint seems to be one.
-
-    What seems to be one and is none is read again, and what does not is quantised afterwards (quantize_linears()).
-    """
-    places = {
-        online.place(name)
-        for name, module in _empty_model(config).named_modules()
-        if type(module) is nn.Linear and quantization.format_of(name)
+def _choice(config: PretrainedConfig, quantization: Quantization) -> online.Choice:
+    """Return which matrices of a checkpoint seem to be of linear layers and experts that are quantised."""
+    modules = [(online.place(name), name, module) for name, module in _empty_model(config).named_modules()]
+    linears = {
+        place for place, name, module in modules if type(module) is nn.Linear and quantization.format_of(name)
     }
-    return quantization.rules[0].format, lambda name: online.place(name) in places
+    experts = {
+        f"{place}.{parameter}": bool(module.is_transposed)
+        for place, _, module in modules
+        for parameter in expert_matrices(module)
+        if place
+    }
+    return online.Choice(
+        quantization.rules[0].format, frozenset(linears), frozenset(map(online.layer_of, experts)), experts
+    )
 
 
 def _empty_model(config: PretrainedConfig) -> Any:

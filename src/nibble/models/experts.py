@@ -71,6 +71,21 @@ def expert_matrices(module: Any) -> dict[str, nn.Parameter]:
     return weights if len(weights) == COUNT else {}
 
 
+def single_matrices(name: str, weight_E: Tensor, *, is_transposed: bool) -> tuple[Tensor, ...]:
+    """Return views of a parameter of expert_matrices() as most checkpoints have it: gate and up apart, [E, N, K] each.
+
+    Families whose matrices have inputs first have both in one in their checkpoints too.
+
+    Args:
+        name: of the parameter.
+        weight_E: [E, N, K], or [E, K, N] if is_transposed.
+        is_transposed: whether inputs come before outputs.
+    """
+    if is_transposed:
+        return (weight_E.transpose(1, 2),)
+    return weight_E.chunk(2, 1) if name.endswith(_MATRICES[0]) else (weight_E,)
+
+
 def packed_matrices(module: nn.Module) -> list[ExpertMatrices]:
     """Return the packed matrices of a module with experts, or of all modules of a model."""
     return [part for part in module.modules() if isinstance(part, ExpertMatrices)]

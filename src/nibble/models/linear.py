@@ -31,11 +31,10 @@ from transformers.pytorch_utils import Conv1D
 from nibble.kernels import linear, quantized_linear
 from nibble.kernels.quantized_linear.matrix import TENSORS, KernelKey, PackedMatrix, merged
 from nibble.kernels.quantized_linear.naive import quantize_activations
-from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.kernels.weight_formats import Activations
 from nibble.models.experts import serve_experts, set_packed_experts
 from nibble.models.observe import record_calls, skeleton
-from nibble.models.pack import NotPackedError, Packer, require_finite
+from nibble.models.pack import Packer
 from nibble.models.quantization import Quantization
 from nibble.models.routers import serve_routers
 from nibble.models.shared_experts import join_shared_experts
@@ -353,35 +352,6 @@ def set_packed(model: nn.Module, packer: Packer) -> int:
         set_packed_experts(module, matrices)
         count += 1
     return count
-
-
-def quantize_linears(model: nn.Module, quantization: Quantization, packer: Packer | None) -> None:
-    """Quantise the plain linear layers of a loaded model, in place: to packed ones, or by the errors of the format.
-
-    Args:
-        model: on the device where it runs; layers that are packed already stay as they are.
-        quantization: which layers, and how.
-        packer: for packed layers, None where all are unpacked again; so are those that no kernels multiply.
-
-    Raises:
-        WeightError: a matrix has values that are not finite.
-    """
-    for name, layer in list(model.named_modules()):
-        # Exactly this class: a subclass may compute something else.
-        format = quantization.format_of(name) if type(layer) is nn.Linear else None
-        if format is None or format.packed is None:
-            continue
-        weight_NK = layer.weight.detach()
-        try:
-            if packer is None:
-                raise NotPackedError
-            matrix = packer.quantize(name, weight_NK, format)
-            model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
-        except NotPackedError:
-            require_finite(name, weight_NK)
-            layer.weight = nn.Parameter(
-                rounded(weight_NK, format.packed, format.block_rows), requires_grad=False
-            )
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:

@@ -31,7 +31,7 @@ from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
 from nibble.kernels.quantized_linear.quantize import quantize
 from nibble.kernels.weight_formats import WORD, Activations, WeightFormat, experts_unserved, unserved
 from nibble.models.activations import FULL, activations_of
-from nibble.models.experts import expert_matrices
+from nibble.models.experts import expert_matrices, single_matrices
 from nibble.models.matrix_parts import Parts
 from nibble.models.quantization import MatrixFormat, parse
 from nibble.models.shards import Split, packed_part
@@ -181,8 +181,14 @@ class Packer:
         """Placeholders whose matrices modules have."""
         self._lock = Lock()
 
-    def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
-        """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept."""
+    def placeholder(self, parts: Parts, read: Reader, *, is_transposed: bool = False) -> Tensor | None:
+        """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept.
+
+        Args:
+            parts: Its tensors in the checkpoint.
+            read: Makes it of them.
+            is_transposed: Whether matrices of all experts have inputs before outputs.
+        """
         is_expert = bool(_EXPERT.search(parts.name))
         if parts.name in self.plain or _PLAIN.search(parts.name) or not (is_expert or self.linears):
             return None
@@ -192,7 +198,8 @@ class Packer:
             return None
         if isinstance(packed, PackedExperts):
             experts, outputs, inputs = packed.shape
-            return self._keep(_Entry((parts.name,), packed), (experts, inputs, outputs))
+            shape = (experts, inputs, outputs) if is_transposed else packed.shape
+            return self._keep(_Entry((parts.name,), packed), shape)
         place = self._keep(_Entry((parts.name,), packed), packed.shape)
         return _ExpertPlaceholder.of(place, self) if is_expert else place
 
@@ -257,16 +264,42 @@ class Packer:
     def quantize(self, name: str, weight_NK: Tensor, format: MatrixFormat) -> PackedMatrix:
         """Return a plain matrix, quantised; raise NotPackedError where no kernels multiply it."""
         packed, dtype = format.packed, str(self.dtype).removeprefix("torch.")
-        if (
-            packed is None
-            or weight_NK.dim() != 2
-            or unserved(packed, len(weight_NK), weight_NK.shape[1], dtype)
-        ):
-            raise NotPackedError
+        is_expert = bool(_EXPERT.search(name))
+        _require(packed is not None and weight_NK.dim() == 2 and (is_expert or self.linears))
+        assert packed
+        rows, columns = weight_NK.shape
+        _require(
+            not (
+                experts_unserved(packed, columns, dtype)
+                if is_expert
+                else unserved(packed, rows, columns, dtype)
+            )
+        )
         weight_NK = weight_NK.to(self.device)
         require_finite(name, weight_NK)
         matrix = quantize(weight_NK, packed, self.dtype, format.block_rows)
+        if is_expert:
+            return matrix
         return replace(matrix, activations=activations_of(self.activations, None, matrix.format))
+
+    def quantize_experts(
+        self, name: str, weight_E: Tensor, format: MatrixFormat, *, is_transposed: bool
+    ) -> PackedExperts:
+        """Return the plain matrices of all experts, quantised; raise NotPackedError where no kernels multiply them.
+
+        Args:
+            name: Of the parameter, with `experts` in it.
+            weight_E: [E, N, K], or [E, K, N] if is_transposed.
+            format: What to quantise to.
+            is_transposed: Whether inputs come before outputs.
+        """
+        _require(weight_E.dim() == 3)
+        singles = single_matrices(name, weight_E, is_transposed=is_transposed)
+        parts = [packed_experts([self.quantize(name, x_NK, format) for x_NK in x_ENK]) for x_ENK in singles]
+        experts = joined([part for part in parts if part]) if all(parts) else None
+        _require(experts is not None)
+        assert experts
+        return experts
 
     def expected_key(self, stored: MatrixFormat, *shapes: tuple[int, int]) -> KernelKey | None:
         """Return what kernels will be chosen by for a matrix, or several merged ones; None where they are unpacked.
@@ -527,6 +560,14 @@ def part_of(read: Reader, split: Split, parts: Parts, maker: MatrixMaker) -> Pac
 def plain(format: MatrixFormat, packer: Packer, parts: Parts, _: MatrixMaker) -> PackedMatrix:
     """A matrix that is quantised as it is read (online.py)."""
     return packer.quantize(parts.name, parts["weight"], format)
+
+
+def plain_experts(
+    format: MatrixFormat, packer: Packer, is_transposed: bool, parts: Parts, _: MatrixMaker
+) -> PackedExperts:
+    """Matrices of all experts in one tensor that are quantised as they are read (online.py)."""
+    (weight_E,) = (parts[end] for end in parts.stored)
+    return packer.quantize_experts(parts.name, weight_E, format, is_transposed=is_transposed)
 
 
 def require_finite(name: str, weight: Tensor) -> None:

@@ -483,7 +483,7 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
     title, other = f"weights in {stored.title}", f"{format_bytes(weights.full)} in {dtype}"
     if weights.handling is Handling.PACKED:
         yield (
-            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {_multiplier(weights, hardware)}; "
+            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {multiplier(weights, hardware)}; "
             f"{format_bytes(stored.bytes)} as stored, {other}"
         )
     elif weights.handling is Handling.EXPERTS:
@@ -505,7 +505,7 @@ def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> It
         yield f"serving {title}: Transformers loads them{needs}; not tested with Nibble"
 
 
-def _multiplier(weights: Weights, hardware: Hardware) -> str:
+def multiplier(weights: Weights, hardware: Hardware) -> str:
     """Return by what packed matrices are multiplied."""
     if hardware.is_cpu:
         return "by their definition, slowly"

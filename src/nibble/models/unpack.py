@@ -32,12 +32,13 @@ from torch import Tensor
 
 from nibble.errors import WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
-from nibble.models import pack
+from nibble.models import online, pack
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
+from nibble.models.online import Choice
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
 from nibble.models.placement import PlacedSlice, place, release
-from nibble.models.quantization import W4AFP8, MatrixFormat
+from nibble.models.quantization import W4AFP8
 from nibble.models.shards import PartOfWhole, Split
 
 WORD, HALF_BLOCK = 32, 16
@@ -101,7 +102,9 @@ class _Slice:
         read, split = self._spelling.pack, self._split
         if read and split:
             read = partial(pack.part_of, read, split)
-        return self._packer.placeholder(self._parts, read) if self._packer and read else None
+        if self._packer is None or read is None:
+            return None
+        return self._packer.placeholder(self._parts, read, is_transposed=self._spelling.is_transposed)
 
 
 def unpacked(
@@ -151,33 +154,38 @@ def unpacked(
     return plain
 
 
-def quantized(
-    folder: Path, format: MatrixFormat, is_chosen: Callable[[str], bool], stack: ExitStack, packer: Packer
-) -> dict[str, Any]:
+def quantized(folder: Path, choice: Choice, stack: ExitStack, packer: Packer) -> dict[str, Any]:
     """Return an unquantised checkpoint's tensors by name: chosen matrices quantised when they are read, and kept.
 
     Args:
         folder: With safetensors files.
-        format: Of the quantised matrices.
-        is_chosen: Whether the matrix of a module is quantised, by its name in the checkpoint.
+        choice: Which matrices.
         stack: Keeps the files open.
         packer: Keeps matrices, and gives placeholders for them; others are read as they are.
     """
     lock, tensors = Lock(), dict[str, Any]()
-    spelling = _Spelling("weight", lambda parts: parts["weight"], partial(pack.plain, format, packer))
     for path in weight_files(folder):
         file = stack.enter_context(safe_open(path, "pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dict)
-            module, end = _split(name)
-            stored = file.get_slice(name)
-            parts = Parts(name, {end: stored}, {})
-            is_matrix = end == spelling.codes and is_chosen(module)
+            stored, spelling = file.get_slice(name), _plain_spelling(name, choice, packer)
+            parts = Parts(name, {_split(name)[1]: stored}, {})
             tensors[name] = (
                 _Slice(parts, spelling, lock, packer.device, packer)
-                if is_matrix
+                if spelling
                 else PlacedSlice(stored, packer.device)
             )
     return tensors
+
+
+def _plain_spelling(name: str, choice: Choice, packer: Packer) -> _Spelling | None:
+    """Return how a plain tensor is quantised, None where it is not."""
+    module, end = _split(name)
+    if end == "weight" and choice.is_matrix(module):
+        return _Spelling(end, lambda parts: parts[end], partial(pack.plain, choice.format, packer))
+    if (is_transposed := choice.experts.get(online.place(name))) is None:
+        return None
+    read = partial(pack.plain_experts, choice.format, packer, is_transposed)
+    return _Spelling(end, lambda parts: parts[end], read, is_transposed)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -361,6 +369,8 @@ class _Spelling:
     unpack: Callable[[Parts], Tensor]
     pack: Reader | None = None
     """Reads it as it is kept on a device, where it can be."""
+    is_transposed: bool = False
+    """Whether it is a matrix of each expert, with inputs before outputs."""
 
 
 def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling | None:
@@ -372,7 +382,7 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
     """
     spelling = None
     if "_blocks" in dtypes:
-        spelling = _Spelling("_blocks", _experts_mxfp4, pack.experts_mxfp4)
+        spelling = _Spelling("_blocks", _experts_mxfp4, pack.experts_mxfp4, is_transposed=True)
     elif "qweight" in dtypes:
         is_awq = config.get("quant_method") == "awq"
         spelling = _Spelling("qweight", *((_awq, pack.awq) if is_awq else (_gptq, pack.gptq)))

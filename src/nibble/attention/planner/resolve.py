@@ -304,7 +304,8 @@ def _group(
         route = _pick(choices[part, phase], page, packing)
         assert route is not None, "the storage serves every part in every phase"
         routes.append(route)
-    if request.spec.offload is None:  # hot buffers are for one new token
+    # A hot buffer is for one new token, so only requests without one have drafts; steps are not recorded then.
+    if request.spec.offload is None or (request.requires_verify and request.hardware.is_cpu):
         used = {route.backend for route in (*routes, *near_routes)}
         verify = _pick(_drafting(request, choices[part, Phase.VERIFY], used), page, packing)
         near_verify = next(_drafting(request, near.get(Phase.VERIFY, ()), used), None)

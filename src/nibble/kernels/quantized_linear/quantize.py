@@ -49,7 +49,8 @@ def quantize(
     format = replace(format, group=0) if format.group == weight_NK.shape[1] else format
     global_scale = _global_scale(weight_NK) if format.has_global else None
     parts = [
-        _quantize(part.float(), format, dtype, block_rows, global_scale) for part in weight_NK.split(ROWS)
+        _quantize(part.float().contiguous(), format, dtype, block_rows, global_scale)
+        for part in weight_NK.split(ROWS)
     ]
     codes, scale = (torch.cat(column) for column in zip(*parts, strict=True))
     return PackedMatrix(format, codes, scale, dtype, global_scale=global_scale, block_rows=block_rows)
