@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nibble import LLM, ConfigError, NibbleError
+from nibble import LLM, ConfigError, NibbleError, ScaleError
 from nibble.engine import ranks as ranks_of_engine
 from nibble.engine.ranks import Ranks
 from nibble.errors import RankError
@@ -68,9 +69,21 @@ def test_two_processes_answer_as_one(path: Path, divided: LLM) -> None:
     assert isinstance(ranks_of(divided).here.group, GlooCollectives)  # type: ignore[union-attr]
 
 
-def test_what_needs_the_whole_model_is_refused(divided: LLM) -> None:
-    with pytest.raises(ConfigError, match=r"measure_scales\(\) with --tp 2 is not served"):
-        divided.measure_scales(["text"])
+def test_scales_are_measured_on_all_heads(path: Path, divided: LLM) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 8
+    with LLM(str(path), kv_format="fp32", **OPTIONS) as one:
+        expected = one.measure_scales([text])
+    with pytest.raises(ScaleError, match="at least 64 tokens of text"):
+        divided.measure_scales(["short"])
+    scales = divided.measure_scales([text])
+    for layer, entry in expected.layers.items():
+        own = scales.layers[layer]
+        assert {name: scale.value for name, scale in own.streams.items()} == pytest.approx(
+            {name: scale.value for name, scale in entry.streams.items()}
+        )
+        assert torch.allclose(torch.tensor(own.k_mean), torch.tensor(entry.k_mean), atol=1e-6)
+    # The ranks are where rank 0 is.
+    assert divided.generate(PROMPT, max_tokens=1).completions[0].finish_reason == "length"
 
 
 def test_the_plan_is_of_one_rank_and_says_so(divided: LLM) -> None:
@@ -97,13 +110,13 @@ def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
         assert ended(pid)
 
 
-def test_a_rank_that_hangs_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_stopped_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         (pid,) = ranks_of(llm).pids.values()
-        monkeypatch.setattr(ranks_of_engine, "HANG_S", 1.0)
+        monkeypatch.setattr(ranks_of_engine, "FROZEN_S", 1.0)
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(NibbleError, match="rank 1 of 2 has not taken up a step for"):
+            with pytest.raises(NibbleError, match="rank 1 of 2 is stopped, as by SIGSTOP"):
                 llm.generate(PROMPT, max_tokens=4)
         finally:
             with suppress(ProcessLookupError):
@@ -194,6 +207,50 @@ def test_a_start_that_fails_in_a_rank_says_which_and_why(
         LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS)
 
 
+def test_a_rank_that_ends_before_it_connects_is_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_of_engine, "PROGRAM", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(RankError, match="rank 1 of 2 ended with code 3, of which it said nothing"):
+        LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
+
+
+def test_a_rank_without_memory_in_a_step_says_so(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import sys\nfrom nibble.engine import rank\nown, steps = rank.Follower.compute, []\n"
+        "def compute(self, numbers):\n"
+        "    steps.append(1)\n"
+        "    if numbers.num_tokens == 13: raise MemoryError('no room for 13 tokens')\n"
+        "    own(self, numbers)\n"
+        "rank.Follower.compute = compute\nrank.run(sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(ranks_of_engine, "PROGRAM", (sys.executable, str(program)))
+    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+        assert llm.generate(PROMPT[:12], max_tokens=2).completions[0].finish_reason == "length"
+        with pytest.raises(NibbleError, match=r"rank 1 of 2 failed \(MemoryError: no room for 13 tokens\)"):
+            llm.generate(PROMPT[20:33], max_tokens=2)
+        (pid,) = ranks_of(llm).pids.values()
+        assert ended(pid)
+
+
+def test_what_rank_0_fails_in_is_no_matter_of_its_connections(
+    divided: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever words an error has: a rank that lives is not the reason."""
+    error = RuntimeError("connection to the store of NCCL timed out")
+    assert ranks_of(divided).explained(error) is error
+    failure = ranks_of(divided)._end_of
+    monkeypatch.setattr(ranks_of_engine, "memory_kills", lambda: ranks_of(divided)._memory_kills + 1)
+    with subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) as process:
+        process.wait()
+    assert (
+        failure(process) == "was killed by signal 9; memory was short, and the system killed a process for it"
+    )
+
+
 def test_what_every_rank_refuses_is_said_as_on_one_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         # By then another rank has said so, too, and has ended.
@@ -230,12 +287,9 @@ def test_an_engine_that_nobody_has_any_more_leaves_no_process(path: Path) -> Non
         ({"tp": 3}, "cannot be divided among 3 GPUs; the nearest number that works is --tp 2"),
         ({"tp": 8}, "the nearest number that works is --tp 4"),
         ({"tp": 2, "watch_fidelity": 0.5}, "--watch-fidelity with --tp 2 is not served"),
-        ({"tp": 2, "weights": "fp8"}, "--weights with --tp 2 is not served"),
-        ({"tp": 2, "speculative": "draft:demo"}, "--speculative lookup works"),
-        (
-            {"tp": 2, "kv_format": "nvfp4", "require_quality": "kl=1"},
-            "--require-quality with --tp 2 is not served",
-        ),
+        ({"tp": 2, "compile_cache": True}, "--compile-cache with --tp 2 is not served"),
+        ({"tp": 2, "speculative": "mtp"}, "--speculative lookup and draft:PATH work"),
+        ({"tp": 2, "kv_format": "nvfp4", "require_quality": "kl=1"}, "has no certificate that counts"),
         ({"tp": 0}, "tp must be at least 1"),
     ],
 )

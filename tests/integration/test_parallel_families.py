@@ -17,15 +17,18 @@ from torch import Tensor
 
 from divided import OPTIONS, PROMPT, answers, served, tokens
 from families import TOLERANCE, tiny_model
-from nibble import LLM, ConfigError
+from nibble import LLM, ConfigError, NibbleError
+from nibble.config import Config
+from nibble.evals.certify import certify
+from nibble.evals.report import Sizes
 from nibble.kernels import collectives
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.models import pack, parallel, shards
 from nibble.models.experts import packed_matrices
 from nibble.models.hub import quiet
 from nibble.models.linear import quantized_layers
-from thread_ranks import ThreadRanks
-from tiny import save_model, save_tokenizer
+from thread_ranks import ThreadRanks, threads_as_ranks
+from tiny import save_model, save_tiny, save_tokenizer
 
 # GQA with fewer KV heads than ranks, sinks with windows and experts, MLA with experts, DSA, one fused layer for queries,
 # keys and values, a hybrid, and attention that cannot be divided.
@@ -201,6 +204,98 @@ def test_scales_that_are_not_divided_are_noticed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pack, "packed_part", with_first_scales)
     assert float((of_weights("ct_nvfp4_moe", 2, "packed") - expected).abs().max()) > 10 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of parts with whole groups of 128 inputs, and rows that are no whole blocks of 128."""
+    shapes = {"hidden_size": 256, "intermediate_size": 768, "initializer_range": 0.05, "head_dim": 64}
+    return save_tiny(tmp_path_factory.mktemp("online"), num_attention_heads=4, **shapes)
+
+
+@pytest.mark.parametrize(("name", "handling"), [("nvfp4", "packed"), ("fp8", "unpacked")])
+def test_a_matrix_is_quantised_before_it_is_divided(
+    name: str, handling: str, online: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kv_format": "fp32", "kv_memory": "1MiB", "weights": name, "quantized_weights": handling}
+    logits = []
+    for tp in (1, 2):
+        with served(online, tp, **options) as llm:
+            assert bool(quantized_layers(llm.engine.runner.model)) == (handling == "packed")
+            logits.append(llm.logits(IDS))
+    assert float((logits[1] - logits[0]).abs().max()) < TOLERANCE
+    if (name, handling) != ("nvfp4", "packed"):
+        return
+
+    def part_first(read: Any, split: shards.Split, parts: Any, maker: Any) -> Any:
+        # By the scales of the part, as it would be were it divided before.
+        part = shards.PartOfWhole(parts.stored["weight"], split)
+        return read(replace(parts, stored={"weight": part}), maker)
+
+    monkeypatch.setattr(pack, "part_of", part_first)
+    with served(online, 2, **options) as llm:
+        assert float((llm.logits(IDS) - logits[0]).abs().max()) > 10 * TOLERANCE
+
+
+def test_experts_are_quantised_before_they_are_divided(tmp_path: Path, paths: dict[str, Path]) -> None:
+    """Of a checkpoint that has them one by one; where they lie in one tensor they are not packed."""
+    shapes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "hidden_size": 128}
+    one_by_one = save_model(tmp_path / "moe", "qwen3_moe", initializer_range=0.05, **shapes)
+    options = {"kv_format": "fp32", "kv_memory": "1MiB", "weights": "nvfp4", "quantized_weights": "packed"}
+    logits = []
+    for tp in (1, 2):
+        with served(one_by_one, tp, **options) as llm:
+            assert packed_matrices(llm.engine.runner.model)
+            logits.append(llm.logits(IDS))
+    assert float((logits[1] - logits[0]).abs().max()) < TOLERANCE
+    together = saved(paths, "gpt_oss")
+    with (
+        pytest.raises(NibbleError, match="experts that lie in one tensor are not divided"),
+        served(together, 2, **options),
+    ):
+        pass
+    options |= {"quantized_weights": "unpacked"}
+    with served(together, 1, **options) as llm:
+        expected_TV = llm.logits(IDS)
+    with served(together, 2, **options) as llm:
+        assert float((llm.logits(IDS) - expected_TV).abs().max()) < TOLERANCE
+
+
+# What else goes over all ranks
+
+
+def test_a_smaller_model_drafts(paths: dict[str, Path]) -> None:
+    path, options = saved(paths, "llama"), {"kv_format": "fp32", "kv_memory": "8MiB"}
+    with served(path, 1, **options) as llm:
+        expected = answers(llm)
+    with served(path, 2, speculative=f"draft:{path},kv_format=fp32", **options) as llm:
+        assert answers(llm) == expected
+        assert llm.speculation and llm.speculation.counts.accepted > 0
+
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(40))
+SMALL = Sizes(
+    tokens=120, recall_cases=1, recall_lengths=(256,), attention_tokens=32, yardstick="fp32", seed=3
+)
+
+
+def test_certificates_of_one_gpu_and_of_two(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=512)
+    (path / "heldout.txt").write_text(TEXT)
+    common: dict[str, Any] = {"kv_format": "nvfp4", "kv_memory": "4MiB"}
+    with threads_as_ranks():
+        # Scales are measured on all ranks, here and at the start.
+        of_two = certify(Config(model=str(path), tp=2, **common), SMALL)
+        bound = f"kl={of_two.figures.kl}"
+        with LLM(str(path), tp=2, require_quality=bound, **common) as llm:
+            assert llm.certificate == of_two
+        of_one = certify(Config(model=str(path), kv_scales="one", **common), SMALL)
+        with LLM(str(path), tp=2, kv_scales="one", require_quality="kl=1", **common) as llm:
+            assert llm.certificate == of_one
+        again = certify(Config(model=str(path), kv_scales="one", tp=2, **common), SMALL)
+    assert again.figures.attention_error == pytest.approx(of_one.figures.attention_error, rel=1e-3)
+    assert again.figures.bytes_per_token == of_one.figures.bytes_per_token
+    assert again.subject == of_one.subject and "--tp=2" in again.command
 
 
 # Planted faults

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -93,6 +94,42 @@ def test_the_client_stamps_what_it_hears() -> None:
     first, second = asyncio.run(run())  # what one step added comes together
     assert (first.cached, first.started) == (4, 2.5)
     assert first.marks[0][1] == 1 and second.marks[0][1] == 2 and first.marks[0][0] == second.marks[0][0]
+
+
+def test_requests_end_as_the_engine_says_why_and_not_once_its_process_has_ended() -> None:
+    async def run() -> None:
+        client = ProcessClient(Config(model="demo", tp=2))
+        client.state, client._has_served = State.READY, True
+
+        async def say(_: Any) -> None:
+            pass
+
+        client._send = say  # type: ignore[method-assign]
+        waiting = asyncio.ensure_future(anext(client.generate(GenerationRequest([1], SamplingParams()))))
+        await asyncio.sleep(0)
+        await client._handle(wire.Failed("rank 1 of 2 was killed by signal 9", "RankError"))
+        with pytest.raises(EngineDiedError, match=r"is lost \(rank 1 of 2 was killed by signal 9\)"):
+            await waiting
+        assert client.state is State.STARTING, "which is what /health says"
+        await client.stop()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nibble.server.engine_client.LOOK_S", 0.01)
+    monkeypatch.setattr("nibble.server.engine_client.FROZEN_S", 0.05)
+
+    async def run() -> None:
+        client = ProcessClient(Config(model="demo", tp=2))
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        process.send_signal(signal.SIGSTOP)
+        await client._guard(process)
+        assert await process.wait() == -signal.SIGKILL
+        assert client._cause.startswith("rank 0 of 2, the engine's own process, is stopped")
+        await client.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("count", [1, 3])

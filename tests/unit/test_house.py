@@ -18,7 +18,18 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
     "ray", "cli", "server", "evals", "transformers", "routing", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
-BASE = {"model_spec", "hardware", "config", "drafts", "quality", "options", "files", "threads", "errors"}
+BASE = {
+    "model_spec",
+    "hardware",
+    "config",
+    "drafts",
+    "quality",
+    "options",
+    "files",
+    "threads",
+    "processes",
+    "errors",
+}
 TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
     "cache/lease", "cache/snapshots", "cache/events", "engine/kv_events", "routing/router", "routing/subscriber", "ray/options", "ray/choice", "ray/client", "ray/engine", "ray/front", "ray/app", "ray/router", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",

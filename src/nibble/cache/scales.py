@@ -157,17 +157,19 @@ def part(scales: KVScales, layout: CacheLayout, kv_heads: Sequence[int], rank: i
         first = rank * (whole // own) // size * own
         return values[first : first + own] if len(values) == whole else values
 
+    def own_scale(scale: StreamScale, own: int, whole: int) -> StreamScale:
+        if not isinstance(scale.value, tuple):
+            return scale
+        values = cut(scale.value, own, whole)
+        # One for all, as files of other engines have it for the heads of a rank.
+        return replace(scale, value=values[0] if len(set(values)) == 1 else values)
+
     layers = dict(scales.layers)
     for stored in layout.layers:
         entry, whole, own = layers.get(stored.layer), kv_heads[stored.layer], stored.streams[0].stream.heads
         if entry is None or own == whole:
             continue
-        streams = {
-            name: replace(scale, value=cut(scale.value, own, whole))
-            if isinstance(scale.value, tuple)
-            else scale
-            for name, scale in entry.streams.items()
-        }
+        streams = {name: own_scale(scale, own, whole) for name, scale in entry.streams.items()}
         layers[stored.layer] = LayerScales(streams, entry.k_mean and cut(entry.k_mean, own, whole))
     return replace(scales, layers=layers)
 
@@ -242,8 +244,18 @@ def check_scale(value: Any, where: str) -> float:
     return float(value)
 
 
-def load(path: Path, layers: int) -> KVScales:
-    """Read scales from a JSON file of Nibble, SGLang or vLLM for a model of `layers` layers. Raise ScaleError."""
+def load(path: Path, layers: int, tp: int = 1, kv_heads: Sequence[int] = ()) -> KVScales:
+    """Read scales from a JSON file of Nibble, SGLang or vLLM.
+
+    Args:
+        path: of the file.
+        layers: of the model.
+        tp: ranks that it is divided among.
+        kv_heads: by layer, of the whole model, where there are several ranks.
+
+    Raises:
+        ScaleError: there is no such file, or it does not fit.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -256,9 +268,11 @@ def load(path: Path, layers: int) -> KVScales:
         raise ScaleError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ScaleError(f"{path}: a file of KV scales is a JSON object, not {type(data).__name__}")
-    parse = _parse_own if data.get("schema") == SCHEMA else _parse_peer
     notes = tuple(map(str, data.get("notes") or ()))
-    scales = KVScales(str(path), parse(data, path), notes=notes)
+    if data.get("schema") == SCHEMA:
+        scales = KVScales(str(path), _parse_own(data, path), notes=notes)
+    else:
+        scales = _merge(_parse_peer(data, path), path, tp, kv_heads)
     if beyond := [layer for layer in scales.layers if not 0 <= layer < layers]:
         raise ScaleError(
             f"{path} has scales for layer {beyond[0]}, and the model has layers 0 to {layers - 1}"
@@ -266,30 +280,77 @@ def load(path: Path, layers: int) -> KVScales:
     return scales
 
 
-def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
-    """Parse `{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
+def _parse_peer(data: dict[str, Any], path: Path) -> list[dict[int, StreamScale]]:
+    """Return scales by rank of `{"kv_cache": {"dtype": ..., "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
     try:
-        ranks = data["kv_cache"]["scaling_factor"]
-        by_layer, dtype = ranks["0"], data["kv_cache"].get("dtype") or "float8_e4m3fn"
-        items = [(int(layer), value) for layer, value in by_layer.items()]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        stored, dtype = data["kv_cache"]["scaling_factor"], data["kv_cache"].get("dtype") or "float8_e4m3fn"
+        by_rank = {
+            int(rank): {int(layer): value for layer, value in layers.items()}
+            for rank, layers in stored.items()
+        }
+        ranks = [by_rank[rank] for rank in range(len(by_rank))]
+        first = ranks[0]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ScaleError(
             f'{path}: neither "schema": "{SCHEMA}" nor the form {{"kv_cache": {{"scaling_factor": {{"0": '
-            f'{{"<layer>": scale}}}}}}}} ({type(error).__name__}: {error})'
+            f'{{"<layer>": scale}}}}}}}} with ranks from 0 on ({type(error).__name__}: {error})'
         ) from error
-    if len(ranks) > 1:
-        raise ScaleError(
-            f"{path} has scales for {len(ranks)} tensor-parallel ranks; Nibble runs on one: merge them"
-        )
     limit = _PEER_LIMITS.get(str(dtype))
     if limit is None:
         raise ScaleError(
             f"{path} has scales for kv_cache.dtype {dtype!r}, and Nibble reads those for "
             f"{' and '.join(_PEER_LIMITS)}; measure others with --kv-scales calibrate"
         )
+    if unlike := [rank for rank, layers in enumerate(ranks) if layers.keys() != first.keys()]:
+        raise ScaleError(f"{path}: tensor-parallel rank {unlike[0]} has scales for other layers than rank 0")
+    return [
+        {
+            layer: StreamScale(check_scale(value, f"{path}, rank {rank}, layer {layer}"), limit)
+            for layer, value in layers.items()
+        }
+        for rank, layers in enumerate(ranks)
+    ]
+
+
+def _merge(
+    ranks: Sequence[Mapping[int, StreamScale]], path: Path, tp: int, kv_heads: Sequence[int]
+) -> KVScales:
+    """Return the scales of a file of several ranks: each rank here has the largest of those that had its heads.
+
+    A larger scale holds all values that a smaller one does.
+    """
+    count = len(ranks)
+    if count % tp and tp % count:
+        raise ScaleError(
+            f"{path} has scales for {count} tensor-parallel ranks, whose heads are not those of {tp}: choose a --tp "
+            f"that divides {count} or is a multiple of it, or measure scales with --kv-scales calibrate"
+        )
+
+    def merged(layer: int) -> StreamScale:
+        values = [_largest(rank[layer]) for rank in ranks]
+        # Of each rank here, those of the file that had its heads.
+        own = [
+            max(values[rank * count // tp : max((rank + 1) * count // tp, rank * count // tp + 1)])
+            for rank in range(tp)
+        ]
+        if len(set(own)) == 1 or not 0 <= layer < len(kv_heads):
+            return replace(ranks[0][layer], value=max(own))
+        heads = kv_heads[layer]
+        # Several ranks have a head of which there are fewer than ranks.
+        by_head = tuple(
+            max(own[head * tp // heads : max((head + 1) * tp // heads, head * tp // heads + 1)])
+            for head in range(heads)
+        )
+        return replace(ranks[0][layer], value=by_head)
+
     # These files have one scale a layer, for K and V alike.
-    both = {layer: StreamScale(check_scale(value, f"{path}, layer {layer}"), limit) for layer, value in items}
-    return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
+    both = {layer: merged(layer) for layer in ranks[0]}
+    layers = {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
+    takers = "the largest of a layer is taken"
+    if tp > 1:
+        takers = f"each of {tp} ranks takes the largest of those that had its heads"
+    note = f"KV scales of {count} tensor-parallel ranks in {path}: {takers}"
+    return KVScales(str(path), layers, notes=(note,) if count > 1 else ())
 
 
 def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
@@ -343,5 +404,8 @@ def file_size(layout: CacheLayout) -> int:
 
 def _amax(scale: StreamScale) -> float:
     # The file has one number a stream, so the largest head decides.
-    value = max(scale.value) if isinstance(scale.value, tuple) else scale.value
-    return value * (scale.limit or 1.0)
+    return _largest(scale) * (scale.limit or 1.0)
+
+
+def _largest(scale: StreamScale) -> float:
+    return max(scale.value) if isinstance(scale.value, tuple) else scale.value

@@ -30,7 +30,7 @@ from nibble.cache.state_pool import StatePool
 from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup, head_start, parallel_plan
 from nibble.engine.cache_books import cache_manager
-from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
+from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure, tokens_of_start
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
@@ -253,6 +253,9 @@ def _build(
     model, scales = _load(parts, startup, meter, here)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)
+    if here:
+        spec, layout = engine_plan.model_spec, engine_plan.plan.layout
+        scales = kv_scales.part(scales, layout, spec.kv_heads, *astuple(here.shard))
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
     with explain_out_of_memory(budget):
         exact = _exact_cache(engine_plan, poison)
@@ -327,8 +330,8 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
     division = parallel.Division(whole, part, rank.shard)
     model: Any = load(
         part, spec, engine_plan.plan.dtype, rank.device,
-        handling=weights.handling if weights else Handling.UNPACKED, activations=engine_plan.activations,
-        division=division,
+        handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
+        activations=engine_plan.activations, division=division,
     )  # fmt: skip
     drop_repeated_biases(model, division.layout, rank.shard)
     choose_own(model, division.layout.whole_experts, rank.shard)
@@ -394,7 +397,7 @@ def _load(
 def _with_scales(
     parts: EngineParts, startup: StartupReport, model: nn.Module, rank: Rank | None
 ) -> tuple[nn.Module, KVScales]:
-    """Return a model with its KV scales; of a rank, those of its heads."""
+    """Return a model with its KV scales; of a rank, those of all heads."""
     engine_plan, scales, prompts = parts.plan, parts.scales, _prompts(parts)
     if prompts is None:
         startup.kv_scales = parts.source.summary(engine_plan.config.model)
@@ -409,9 +412,6 @@ def _with_scales(
         seconds = startup.seconds["calibration"] = perf_counter() - start
         startup.kv_scales = parts.source.report(engine_plan.config.model, scales, seconds)
     startup.notes += scales.notes
-    if rank:
-        spec, layout = engine_plan.model_spec, engine_plan.plan.layout
-        scales = kv_scales.part(scales, layout, spec.kv_heads, *astuple(rank.shard))
     return model, scales
 
 
@@ -430,23 +430,11 @@ def _most_tokens(parts: EngineParts) -> int:
 def _measure(
     engine_plan: EnginePlan, model: nn.Module, prompts: Sequence[Sequence[int]], most: int, rank: Rank | None
 ) -> KVScales:
-    step_tokens, spec = engine_plan.budget.step_tokens, engine_plan.model_spec
-    all_heads = partial(_all_heads, rank, spec.kv_heads) if rank else lambda _, x_THD: x_THD
-    scales = measure_scales(engine_plan, model, prompts, step_tokens, most, all_heads)
+    scales, spec = measure(engine_plan, model, rank, prompts, most), engine_plan.model_spec
     for store in engine_plan.plan.stores:
         own = kv_scales.part(scales, store, spec.kv_heads, *astuple(rank.shard)) if rank else scales
         kv_scales.require(store, own)
     return scales
-
-
-def _all_heads(rank: Rank, kv_heads: Sequence[int], layer: int, x_THD: Tensor) -> Tensor:
-    """Return the values of all heads of a layer, of which this rank has some."""
-    own, whole = x_THD.shape[1], kv_heads[layer]
-    if own == whole:
-        return x_THD
-    gathered_THD = rank.group.all_gather(x_THD.contiguous()).transpose(0, 1).flatten(1, 2)
-    # Of a head that several ranks keep, one.
-    return gathered_THD[:, :: gathered_THD.shape[1] // whole] if own == 1 else gathered_THD
 
 
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:

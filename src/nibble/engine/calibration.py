@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -45,6 +46,8 @@ from nibble.cache.states import StateSlots
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import EnginePlan
+from nibble.engine.ranks import Rank
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.scale_source import AUTO
 from nibble.errors import ScaleError, WeightError
@@ -116,9 +119,7 @@ def measure_scales(
         WeightError: the weights have numbers that are none.
     """
     pieces = _cut(prompts, max_tokens, cache_plan.model_spec.max_context)
-    num_tokens = sum(map(len, pieces))
-    if num_tokens < MIN_TOKENS:
-        raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {num_tokens}")
+    require_enough(pieces, max_tokens)
     plain_format = formats.plain(cache_plan.plan.dtype).name
     # Ranges are the model's own only if the cache that they are measured over rounds nothing.
     config = replace(cache_plan.config.with_plain_cache(plain_format), hisparse="")
@@ -140,6 +141,44 @@ def measure_scales(
         return _explain_broken(cache_plan, model, layer, what)
 
     return _fit_pool(pool, torch.tensor(slots, device=pool.device), explain, all_heads)
+
+
+def measure(
+    engine_plan: EnginePlan, model: nn.Module, rank: Rank | None, prompts: Sequence[Sequence[int]], most: int
+) -> KVScales:
+    """Return KV scales that are measured on prompts; all ranks must call this, and have those of all heads then.
+
+    Args:
+        engine_plan: of the engine.
+        model: of this rank.
+        rank: where the model is divided.
+        prompts: token ids.
+        most: how many tokens of them are used at most.
+
+    Raises:
+        ScaleError: there are too few tokens, or the model overflows.
+        WeightError: the weights have numbers that are none.
+    """
+    step_tokens, kv_heads = engine_plan.budget.step_tokens, engine_plan.model_spec.kv_heads
+    all_heads = partial(_all_heads, rank, kv_heads) if rank else lambda _, x_THD: x_THD
+    return measure_scales(engine_plan, model, prompts, step_tokens, most, all_heads)
+
+
+def _all_heads(rank: Rank, kv_heads: Sequence[int], layer: int, x_THD: Tensor) -> Tensor:
+    """Return the values of all heads of a layer, of which this rank has some."""
+    own, whole = x_THD.shape[1], kv_heads[layer]
+    if own == whole:
+        return x_THD
+    gathered_THD = rank.group.all_gather(x_THD.contiguous()).transpose(0, 1).flatten(1, 2)
+    # Of a head that several ranks keep, one.
+    return gathered_THD[:, :: gathered_THD.shape[1] // whole] if own == 1 else gathered_THD
+
+
+def require_enough(prompts: Iterable[Sequence[int]], max_tokens: int) -> None:
+    """Raise ScaleError where prompts have too few tokens to measure on."""
+    num_tokens = min(sum(map(len, prompts)), max_tokens)
+    if num_tokens < MIN_TOKENS:
+        raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {num_tokens}")
 
 
 def _cut(prompts: Iterable[Sequence[int]], max_tokens: int, max_context: int) -> list[Sequence[int]]:

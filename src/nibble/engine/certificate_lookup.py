@@ -23,6 +23,7 @@ from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED, EXACT_STATES, Config, default_of
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
+from nibble.engine.parallel_plan import whole_layout
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.activations import FULL
@@ -101,7 +102,8 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         model=Path(config.model).name,
         scheme=_scheme_name(config),
         weights=_weights(local_folder(config.model)),
-        layout="+".join(store.fingerprint for store in plan.stores),
+        # Of all ranks together: how many there are changes an answer by rounding alone.
+        layout="+".join(whole_layout(store, cache_plan.model_spec).fingerprint for store in plan.stores),
         pages=f"{_stored_as(plan)}, pages of {plan.page_size} tokens, {plan.layout.packing}",
         scales=_version(cache_plan, scales),
         dtype=plan.dtype,
@@ -188,7 +190,6 @@ def file_name(subject: Subject) -> str:
 
 
 NONE_YET = "there is none yet"
-ONE_GPU = "certificates are of a model on one GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +267,6 @@ def require(cache_plan: CachePlan, scales: KVScales | None) -> Certificate | Non
         return None
     if not config.quality:
         return lookup.certificate
-    if config.tp > 1:
-        raise ConfigError(f"--require-quality with --tp {config.tp} is not served: {ONE_GPU}")
     subject = f"{config.model} with a cache in {_scheme_name(config)}"
     subject += f", and states in {states}," if (states := _rounded_states(cache_plan.plan)) else ""
     bounds = ", ".join(f"{name}={value:g}" for name, value in config.quality.items())
@@ -290,7 +289,5 @@ def status(cache_plan: CachePlan, lookup: Lookup) -> str:
     """Return one line on what `lookup` says of a plan: the certificate's, or how to make one."""
     if lookup.certificate:
         return lookup.certificate.line
-    if cache_plan.config.tp > 1:
-        return f"not certified: {ONE_GPU}"
     why = "" if lookup.why == NONE_YET else f" ({lookup.why})"
     return f"not certified{why}: {command_for(cache_plan.config)}"

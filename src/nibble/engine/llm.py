@@ -22,11 +22,10 @@ from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured
 from nibble.engine.answers import Collector, Encoded, encode, priorities_of, sampling_params_of
 from nibble.engine.build import build, run_prompt
-from nibble.engine.calibration import CALIBRATION_TOKENS, measure_scales
+from nibble.engine.calibration import CALIBRATION_TOKENS, measure, require_enough
 from nibble.engine.certificate import Certificate
 from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.parallel_plan import require_one_gpu
 from nibble.engine.plan import PrintablePlan
 from nibble.engine.prompts import (
     Message,
@@ -38,6 +37,7 @@ from nibble.engine.prompts import (
     parse_prompt,
     parse_prompts,
 )
+from nibble.engine.ranks import all_ranks
 from nibble.engine.request import Delta, Output
 from nibble.engine.scoring import Score, ScoringPrompt, encode_pair, score_of, scoring_prompt
 from nibble.engine.speculative import Speculation
@@ -379,16 +379,16 @@ class LLM:
 
         Raises:
             ScaleError: the texts are none, or too short.
-            ConfigError: the file cannot be written, or several GPUs share the model; nothing was measured then.
+            ConfigError: the file cannot be written; nothing was measured then.
         """
-        require_one_gpu(self.config, "measure_scales()")
         if save is not None:
             save = check_writable(save, "KV scales", kv_scales.file_size(self.plan.layout))
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
-        with self.engine.exclusive():
-            scales = measure_scales(
-                self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens, max_tokens
-            )
+        # Before other ranks begin, which end with an error of theirs.
+        require_enough(ids, max_tokens)
+        engine, name = self.engine, "nibble.engine.calibration:measure"
+        with engine.exclusive(), all_ranks(engine.ranks, name, ids, max_tokens) as rank:
+            scales = measure(self._engine_plan, engine.runner.model, rank, ids, max_tokens)
         if save is not None:
             kv_scales.save(scales, Path(save))
         return scales

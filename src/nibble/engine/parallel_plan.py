@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
+from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
@@ -62,24 +63,24 @@ def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardwa
     is_foreign = weights is not None and weights.handling is Handling.TRANSFORMERS
     refusals = (
         (
-            bool(config.weights),
-            "--weights",
-            "a part would be quantised by other scales than the whole",
+            config.compile_cache, "--compile-cache",
+            "compiled code of a rank is not kept; kernels that Triton compiled are, without this option",
         ),
-        (config.compile_cache, "--compile-cache", "compiled code of a rank is not kept"),
-        (bool(config.watch_fidelity), "--watch-fidelity", "one rank sees its own heads alone"),
-        (is_foreign, "such weights", "only Transformers unpacks them, as a whole"),
-    )
+        (
+            bool(config.watch_fidelity), "--watch-fidelity",
+            "one rank sees its own heads alone; nibble eval and nibble certify measure with --tp",
+        ),
+        (
+            is_foreign, "such weights",
+            "only Transformers unpacks them, as a whole; choose a checkpoint in another format, or quantise one in "
+            "BF16 as it loads (--weights)",
+        ),
+    )  # fmt: skip
     for is_asked, what, why in refusals:
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
     if config.attention_dp:
         _check_requests(config, model_spec, hardware)
-    if config.drafts and config.drafts.path:
-        raise ConfigError(
-            f"--speculative {config.speculative} with --tp {config.tp} is not served: a model that drafts runs on one "
-            "GPU; --speculative lookup works"
-        )
 
 
 def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
@@ -90,7 +91,11 @@ def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -
             "CUDA graphs and compiled steps",
             "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
         ),
-        (bool(config.hisparse), "--hisparse", "host tiers have one schedule of pages, and not one of each GPU"),
+        (
+            bool(config.hisparse),
+            "--hisparse",
+            "host tiers have one schedule of pages, and not one of each GPU",
+        ),
         (
             bool(config.drafts),
             "--speculative",
@@ -125,7 +130,29 @@ def memory_notes(config: Config, tokens: int) -> tuple[str, ...]:
 def require_one_gpu(config: Config, what: str) -> None:
     """Raise ConfigError for what runs the model in the engine's process alone, and would wait for the other ranks."""
     if config.tp > 1:
-        raise ConfigError(f"{what} with --tp {config.tp} is not served: it needs the whole model on one GPU")
+        raise ConfigError(
+            f"{what} with --tp {config.tp} is not served: it needs the whole model on one GPU, or in the memory of the "
+            "host (--device cpu); what it writes is served with --tp"
+        )
+
+
+def whole_layout(layout: CacheLayout, model_spec: ModelSpec) -> CacheLayout:
+    """Return what all ranks store of a token together, of what one of them does."""
+    if model_spec.tp == 1:
+        return layout
+    layers = (
+        replace(
+            layer,
+            streams=tuple(
+                replace(entry, stream=replace(entry.stream, heads=model_spec.kv_heads[layer.layer]))
+                if entry.stream.name in ("k", "v")
+                else entry
+                for entry in layer.streams
+            ),
+        )
+        for layer in layout.layers
+    )
+    return replace(layout, layers=tuple(layers))
 
 
 def notes(model_spec: ModelSpec) -> Iterator[str]:

@@ -2,26 +2,36 @@
 
     python -m nibble.engine.rank CONNECTION COUNTS RANK SIZE
 
-CONNECTION and COUNTS are file descriptors of rank 0 (ranks.py). The process ends with its parent.
+CONNECTION and COUNTS are file descriptors of rank 0 (ranks.py). The process ends with its parent, whatever it waits
+for, and a thread notes that it lives.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import mmap
 import os
+import select
 import signal
+import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from nibble.cache.residency import Copy
-from nibble.engine.ranks import COUNT, Command, Failure, Rank, Start
+from nibble.engine.ranks import BEAT_S, COUNT, Command, Failure, Rank, Start
 
-PARENT_POLL_S = 0.2
+SAID_S = 0.2
+"""How long a rank that fails stays, for rank 0 to read why."""
+STEPS = struct.Struct("qq")
+BEATS = struct.Struct("q")
+"""The parts of COUNT, which two threads write."""
 
 
 class Follower:
@@ -81,6 +91,12 @@ class Follower:
             torch.cuda.synchronize()
             check_memory(self.start.engine_plan.budget, torch.cuda.mem_get_info()[0])
 
+    def call(self, function: str, arguments: tuple[Any, ...]) -> None:
+        """Call a function, `module:name`, with what this rank has, and these arguments."""
+        module, _, name = function.partition(":")
+        here = self.start.engine_plan, self.runner.model, self.rank
+        getattr(importlib.import_module(module), name)(*here, *arguments)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.rank.group.barrier()
@@ -90,12 +106,13 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     """Do what rank 0 sends until it says stop, or is gone."""
     # Ctrl-C is for rank 0.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    note, num_done = partial(COUNT.pack_into, counts, COUNT.size * rank), 0
+    at = COUNT.size * rank
+    beat = partial(BEATS.pack_into, counts, at + STEPS.size)
+    threading.Thread(target=_live, args=(os.getppid(), connection.fileno(), beat), daemon=True).start()
+    note, num_done = partial(STEPS.pack_into, counts, at), 0
     try:
         start = connection.recv()
-        note(1, num_done)
-        follower = Follower(start, _connect(start, rank, size))
+        follower = Follower(start, _connect(start, rank, size, note))
         note(1, num_done := 1)
         while (command := connection.recv()).name != "stop":
             assert isinstance(command, Command)
@@ -106,15 +123,16 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     except EOFError:
         os._exit(1)  # rank 0 is gone
     except BaseException as error:
-        connection.send(Failure(type(error).__name__, str(error)))
-        # At once: destructors of libraries may wait for other ranks.
-        time.sleep(PARENT_POLL_S)
+        with suppress(OSError):
+            connection.send(Failure(type(error).__name__, str(error)))
+        # And no other way: destructors of libraries may wait for other ranks.
+        time.sleep(SAID_S)
         os._exit(1)
     os._exit(0)
 
 
-def _connect(start: Start, rank: int, size: int) -> Rank:
-    """Return this rank, connected with the others."""
+def _connect(start: Start, rank: int, size: int, note: Callable[[int, int], None]) -> Rank:
+    """Return this rank, connected with the others, who wait until it notes that it is about to."""
     import torch
 
     from nibble.kernels.collectives import register
@@ -127,15 +145,21 @@ def _connect(start: Start, rank: int, size: int) -> Rank:
         torch.set_num_threads(start.threads)
     if not is_cpu:
         torch.cuda.set_device(device)
+    note(1, 0)
     group = connect(store("127.0.0.1", start.port, rank, size), rank, size, device)
     return Rank(Shard(rank, size), group, register(group), str(device))
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when rank 0 is gone, whatever it waits for."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    os._exit(1)
+def _live(parent: int, connection: int, beat: Callable[[int], None]) -> None:
+    """Note that this process lives, and end it when rank 0 is gone, whatever it waits for."""
+    poll = select.poll()
+    # Its end alone, which the system tells at once; messages are the other thread's.
+    poll.register(connection, getattr(select, "POLLRDHUP", 0))
+    for beats in itertools.count(1):
+        beat(beats)
+        # A copy of rank 0, which a fork makes, would hold the connection open.
+        if poll.poll(1000 * BEAT_S) or os.getppid() != parent:
+            os._exit(1)
 
 
 def run(arguments: Sequence[str]) -> None:

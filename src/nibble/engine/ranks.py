@@ -4,7 +4,9 @@ Rank 0 is the engine's own process: it schedules, samples, and answers. Each oth
 runner over its part of every layer. Before rank 0 computes a step it sends them the step's numbers; what layers need of
 one another goes through collectives. So whatever rank 0 does with its runner the others do, in the same order.
 
-A rank that ends, or does not take a step up for long, ends the engine: a thread notices, and says which and why.
+A rank that ends, is stopped, or does not take a step up for long, ends the engine: a thread notices, and says which
+and why. It counts its own looks and no seconds: a machine that sleeps, or a shell that stops all of these processes, is
+no reason.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +41,7 @@ from nibble.errors import RankError
 from nibble.kernels.collectives import Collectives, register, release
 from nibble.kernels.collectives.processes import connect, store
 from nibble.models.shards import Shard
+from nibble.processes import ending, is_stopped, memory_kills
 
 PROGRAM = (sys.executable, "-m", "nibble.engine.rank")
 """What is run for each other rank."""
@@ -46,13 +49,17 @@ HANG_S, START_HANG_S = 60.0, 1800.0
 """How long a rank may not take up what it was sent, once the engine serves and before."""
 STEP_S = 600.0
 """How long it may be at what it has taken up, once the engine serves: a CPU may take minutes for a long prompt."""
-POLL_S = 0.05
+FROZEN_S, SILENT_S = 10.0, 60.0
+"""How long a process may give no sign of life that is stopped, and one that is not: a library may hold it up."""
+POLL_S = 0.2
+"""Between two looks. A rank that ends, or says why it fails, is noticed at once."""
 STOP_S, KILL_S = 5.0, 0.2
 """Given to a rank to end by itself."""
-EXPLAIN_S = 2.0
-"""How long a failed collective waits for the reason."""
-COUNT = struct.Struct("qq")
-"""What a rank notes: messages that it has taken up, and those that it has done."""
+EXPLAIN_S, NOTICE_S = 0.3, 2.0
+"""How long an error waits for the sign that another rank ended, and for the thread that watches to say why."""
+COUNT = struct.Struct("qqq")
+"""What a rank notes: messages that it has taken up, those that it has done, and that it lives (BEAT_S)."""
+BEAT_S = 0.2
 log = logging.getLogger("nibble.ranks")
 
 
@@ -89,6 +96,23 @@ class Failure:
     message: str
 
 
+@dataclass(slots=True)
+class Looks:
+    """What a rank was seen to do, and how long it has been the same."""
+
+    beats: int = 0
+    silent_s: float = 0.0
+    steps: tuple[int, int, int] = (0, 0, 0)
+    """Messages that were sent, taken up, and done."""
+    same_s: float = 0.0
+
+    def add(self, beats: int, steps: tuple[int, int, int]) -> None:
+        """Look once more."""
+        self.silent_s = self.silent_s + POLL_S if beats == self.beats else 0.0
+        self.same_s = self.same_s + POLL_S if steps == self.steps else 0.0
+        self.beats, self.steps = beats, steps
+
+
 @dataclass(eq=False)
 class Rank:
     """A rank in its own process."""
@@ -108,17 +132,18 @@ class Ranks:
         self.failure: str = ""
         """Why the ranks can do no more; empty while they can."""
         self.on_failure: Callable[[str], None] | None = None
-        """Called once, by a thread of this object."""
+        """Called once, in a thread of its own."""
         self.is_serving = False
         self.here: Rank | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._num_sent, self._sent_at = 0, time.monotonic()
+        self._num_sent, self._memory_kills = 0, memory_kills()
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115 (close() closes it)
         self._counts.truncate(COUNT.size * size)
         self._map = mmap.mmap(self._counts.fileno(), COUNT.size * size)
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._looks = {rank: Looks() for rank in range(1, size)}
         for rank in range(1, size):
             self._spawn(rank, program or PROGRAM)
         self._monitor = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -129,11 +154,16 @@ class Ranks:
         counts = self._counts.fileno()
         # The same package, however it was found here.
         paths = [str(Path(nibble.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._processes[rank] = subprocess.Popen(
-            [*program, *map(str, (theirs.fileno(), counts, rank, self.size))],
-            pass_fds=(theirs.fileno(), counts), env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        # Ctrl-C is for rank 0, from the first moment on: a process begins with what its parent blocks.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._processes[rank] = subprocess.Popen(
+                [*program, *map(str, (theirs.fileno(), counts, rank, self.size))],
+                pass_fds=(theirs.fileno(), counts), env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         self._connections[rank] = Connection(ours.detach())
 
@@ -153,12 +183,19 @@ class Ranks:
         device = torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
         shared = store("127.0.0.1", 0, 0, self.size)
         self._send(message(shared.port))
+        self._await_others()
         try:
             group = connect(shared, 0, self.size, device)
         except Exception as error:  # of all kinds: a rank may have ended
             raise self.explained(error) from error
         self.here = Rank(Shard(0, self.size), group, register(group), str(device))
         return self.here
+
+    def _await_others(self) -> None:
+        """Wait until all are about to connect; what waits for one that ended would do so for minutes, Ctrl-C or not."""
+        while any(COUNT.unpack_from(self._map, COUNT.size * rank)[0] == 0 for rank in self._processes):
+            self.check()
+            time.sleep(POLL_S / 20)
 
     def compute(self, numbers: StepNumbers | list[StepNumbers]) -> None:
         """Let the other ranks compute a step, each its own where there is one for each rank."""
@@ -183,6 +220,24 @@ class Ranks:
     def run(self, name: str) -> None:
         """Let them run a method of Follower."""
         self._send(Command(name))
+
+    @contextmanager
+    def call(self, function: str, *arguments: Any) -> Iterator[Rank]:
+        """Let the other ranks call a function, while the body does the same at this rank, for as long as it takes.
+
+        Args:
+            function: as `module:name`; it is given the EnginePlan, the rank's model and its Rank.
+            arguments: further ones, plain data.
+        """
+        assert self.here
+        # It may take longer than any step.
+        self.is_serving, was_serving = False, self.is_serving
+        try:
+            with self.together():
+                self._send(Command("call", (function, arguments)))
+                yield self.here
+        finally:
+            self.is_serving = was_serving
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -222,31 +277,44 @@ class Ranks:
 
     def explained(self, error: Exception) -> Exception:
         """Return the reason for a failure of rank 0 itself: what became of another rank, where that is why."""
-        text = str(error)
-        if not isinstance(error, RankError) and _is_connection(text):
-            # Whoever ended is noticed at once, but not before its connections were.
-            until = time.monotonic() + EXPLAIN_S
+        if not isinstance(error, RankError) and self._is_left():
+            # The thread that watches has seen it, too.
+            until = time.monotonic() + NOTICE_S
             while not self.failure and time.monotonic() < until:
-                time.sleep(POLL_S / 5)
-            return RankError(self.failure or f"the ranks do not reach one another any more: {text}")
+                time.sleep(POLL_S / 20)
         return RankError(self.failure) if self.failure else error
+
+    def _is_left(self) -> bool:
+        """Return whether a rank has failed: it says so, or the system does, as its connections end.
+
+        What collectives say then is each library's own, and a rank's connection to this one ends with the others.
+        """
+        if self.failure or self._closing.is_set():
+            return bool(self.failure)
+        with suppress(OSError):
+            return bool(wait(self._connections.values(), EXPLAIN_S))
+        return True
 
     def _send(self, message: Start | Command) -> None:
         self.check()
         with self._lock:
             self._num_sent += 1
-            self._sent_at = time.monotonic()
-        for connection in self._connections.values():
+        for rank, connection in self._connections.items():
             try:
                 connection.send(message)
             except OSError as error:
-                raise self.explained(RuntimeError(f"connection closed: {error}")) from error
+                reason = self.explained(error)
+                if reason is error:
+                    reason = RankError(f"rank {rank} of {self.size} takes no message any more: {error}")
+                raise reason from error
 
     # Supervision
 
     def _watch(self) -> None:
         """Notice a rank that ends, fails or hangs."""
-        while not self._closing.wait(POLL_S):
+        while not self._closing.is_set():
+            # It returns at once where a rank says something, or ends.
+            wait(self._connections.values(), POLL_S)
             for rank, process in self._processes.items():
                 if reason := self._failure_of(rank, process):
                     if not self._closing.is_set():
@@ -254,20 +322,40 @@ class Ranks:
                     return
 
     def _failure_of(self, rank: int, process: subprocess.Popen[bytes]) -> str:
-        connection = self._connections[rank]
-        with suppress(OSError, EOFError):
-            if connection.poll(0) and isinstance(failure := connection.recv(), Failure):
+        try:
+            if self._connections[rank].poll(0):
+                failure = self._connections[rank].recv()
+                assert isinstance(failure, Failure)
                 return f"failed ({failure.kind}: {failure.message})"
-        if (code := process.poll()) is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            return f"{how}, of which it said nothing"
+        except (OSError, EOFError):
+            return self._end_of(process)
+        return self._end_of(process) if process.poll() is not None else self._delay_of(rank, process.pid)
+
+    def _end_of(self, process: subprocess.Popen[bytes]) -> str:
+        """Return how a process ended, of which the system has closed the connection."""
+        try:
+            how = ending(process.wait(KILL_S))
+        except subprocess.TimeoutExpired:
+            how = "ended"
+        if memory_kills() > self._memory_kills:
+            return f"{how}; memory was short, and the system killed a process for it"
+        return f"{how}, of which it said nothing"
+
+    def _delay_of(self, rank: int, pid: int) -> str:
+        """Return what a rank that lives has not done for too long."""
         with self._lock:
-            num_sent, waited = self._num_sent, time.monotonic() - self._sent_at
-        num_taken, num_done = COUNT.unpack_from(self._map, COUNT.size * rank)
-        if num_taken < num_sent and waited > (HANG_S if self.is_serving else START_HANG_S):
-            return f"has not taken up a step for {waited:.0f} s"
-        if num_done < num_sent and waited > (STEP_S if self.is_serving else START_HANG_S):
-            return f"has been at a step for {waited:.0f} s"
+            num_sent = self._num_sent
+        num_taken, num_done, beats = COUNT.unpack_from(self._map, COUNT.size * rank)
+        looks = self._looks[rank]
+        looks.add(beats, (num_sent, num_taken, num_done))
+        if looks.silent_s >= FROZEN_S and is_stopped(pid):
+            return f"is stopped, as by SIGSTOP: it has given no sign of life for {looks.silent_s:.0f} s"
+        if self.is_serving and looks.silent_s >= SILENT_S:
+            return f"has given no sign of life for {looks.silent_s:.0f} s"
+        if num_taken < num_sent and looks.same_s >= (HANG_S if self.is_serving else START_HANG_S):
+            return f"has not taken up a step for {looks.same_s:.0f} s"
+        if num_done < num_sent and looks.same_s >= (STEP_S if self.is_serving else START_HANG_S):
+            return f"has been at a step for {looks.same_s:.0f} s"
         return ""
 
     def _fail(self, reason: str) -> None:
@@ -277,6 +365,9 @@ class Ranks:
                 return
             self.failure = f"{reason}; the engine ends with it"
         log.error("%s", self.failure)
+        if self.on_failure:
+            # At once: what follows may take its time.
+            threading.Thread(target=self.on_failure, args=(self.failure,), daemon=True).start()
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -287,22 +378,21 @@ class Ranks:
             # Else a kernel that waits for the rank would wait for ever.
             with suppress(Exception):
                 self.here.group.close(abort=True)  # type: ignore[attr-defined]
-        if self.on_failure:
-            self.on_failure(self.failure)
 
     def close(self) -> None:
         """End the other ranks; none is left afterwards."""
         if self._closing.is_set():
             return
         self._closing.set()
-        if not self.failure:
-            for connection in self._connections.values():
-                with suppress(OSError):
-                    connection.send(Command("stop"))
-        until = time.monotonic() + STOP_S
+        # Others are in the middle of something, and do not read what is sent.
+        asks = self.is_serving and not self.failure
+        for connection in self._connections.values() if asks else ():
+            with suppress(OSError):
+                connection.send(Command("stop"))
+        until = time.monotonic() + (STOP_S if asks else 0.0)
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()) if not self.failure else 0.0)
+                process.wait(max(0.0, until - time.monotonic()))
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -316,6 +406,16 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+@contextmanager
+def all_ranks(ranks: Ranks | None, function: str, *arguments: Any) -> Iterator[Rank | None]:
+    """Do something on all ranks, in the body at this one; see Ranks.call(). Without other ranks None is yielded."""
+    if ranks is None:
+        yield None
+    else:
+        with ranks.call(function, *arguments) as rank:
+            yield rank
 
 
 @contextmanager
@@ -339,19 +439,3 @@ def _interrupts_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if waiting:
         before(signal.SIGINT, waiting[0])
-
-
-def _is_connection(text: str) -> bool:
-    """Return whether an error is one of collectives, and not of a computation."""
-    phrases = (
-        "connection",
-        "Connection",
-        "gloo",
-        "NCCL",
-        "Timed out",
-        "timed out",
-        "Broken pipe",
-        "store",
-        "socket",
-    )
-    return any(phrase in text for phrase in phrases)

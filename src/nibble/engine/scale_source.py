@@ -146,7 +146,8 @@ def _automatic(cache_plan: CachePlan, folder: Path | None) -> ScaleSource:
 
 
 def _load(cache_plan: CachePlan, path: Path) -> KVScales:
-    return kv_scales.load(path, cache_plan.model_spec.layers)
+    spec = cache_plan.model_spec
+    return kv_scales.load(path, spec.layers, spec.tp, spec.kv_heads)
 
 
 def _checked(cache_plan: CachePlan, scales: KVScales) -> KVScales:

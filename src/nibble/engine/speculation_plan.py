@@ -39,8 +39,8 @@ def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
         )
     if info.is_head and config.tp > 1:
         raise ConfigError(
-            f"--speculative {config.speculative} and --tp {config.tp} cannot be combined yet: a head reads the "
-            "hidden states of a model on one GPU; leave one of them out, or use --speculative lookup"
+            f"--speculative {config.speculative} and --tp {config.tp} cannot be combined yet: a head shares the tables "
+            "of the vocabulary, of which each GPU has a part; --speculative lookup and draft:PATH work"
         )
     if config.offload and not hardware.is_cpu:
         raise ConfigError(

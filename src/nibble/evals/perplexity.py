@@ -22,6 +22,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,11 +33,14 @@ from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
 from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.window import ExactCache
+from nibble.cache import scales as kv_scales
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
 from nibble.engine.calibration import builtin_texts
 from nibble.engine.model_runner import adapters
+from nibble.engine.plan import EnginePlan
+from nibble.engine.ranks import Rank
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence import StateBatch
@@ -46,6 +50,7 @@ from nibble.models import hook
 from nibble.models.checkpoint import download
 from nibble.models.hook import attention_mask_for
 from nibble.models.recurrent import RecurrentCall
+from nibble.models.shards import Shard
 
 HELDOUT = "heldout.txt"
 LOGIT_BYTES = 1 << 30
@@ -289,9 +294,15 @@ class Shadow(hook.Observer):
     """Attends as the yardstick does, and notes what each scheme would have answered."""
 
     def __init__(
-        self, yardstick: Scheme, schemes: Mapping[str, Scheme], tokens: int, device: torch.device
+        self,
+        yardstick: Scheme,
+        schemes: Mapping[str, Scheme],
+        tokens: int,
+        device: torch.device,
+        rank: Rank | None = None,
     ) -> None:
         super().__init__()
+        self._rank = rank
         self._baseline = prompt_context(*yardstick, tokens, device)
         self._schemes = {name: prompt_context(*scheme, tokens, device) for name, scheme in schemes.items()}
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
@@ -301,7 +312,7 @@ class Shadow(hook.Observer):
         expected = hook.attend(self._baseline, call)
         for name, context in self._schemes.items():
             output = hook.attend(context, call)
-            self.errors[name][call.layer] = relative_error(output, expected)
+            self.errors[name][call.layer] = relative_error(output, expected, self._rank)
         # The model goes on with the yardstick's answer, so no layer's input has the error of one before it.
         return expected[None]
 
@@ -310,9 +321,18 @@ class Shadow(hook.Observer):
         return hook.keep_state(self._baseline, call)
 
 
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """Return ||output - expected|| / ||expected||, over all tokens and heads."""
-    return float((output.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(output: Tensor, expected: Tensor, rank: Rank | None = None) -> float:
+    """Return ||output - expected|| / ||expected||, over all tokens and heads.
+
+    Args:
+        output: of the heads that are here.
+        expected: the same.
+        rank: where other ranks have others.
+    """
+    lengths = torch.stack([(output.double() - expected.double()).norm(), expected.double().norm()])
+    if rank:
+        lengths = rank.group.all_reduce(lengths.square()).sqrt()
+    return float(lengths[0] / lengths[1])
 
 
 def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
@@ -367,20 +387,36 @@ def observed_logits(
 
 
 def attention_errors(
-    model: nn.Module, ids: Sequence[int], yardstick: Scheme, schemes: Mapping[str, Scheme]
+    engine_plan: EnginePlan,
+    model: nn.Module,
+    rank: Rank | None,
+    ids: Sequence[int],
+    yardstick: Scheme,
+    schemes: Mapping[str, Scheme],
 ) -> dict[str, tuple[float, ...]]:
     """Return the relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme.
 
     Args:
+        engine_plan: of the engine that has the model.
         model: with Nibble's attention.
+        rank: where the model is divided: all ranks must call this.
         ids: the prompt.
         yardstick: the plan and scales that the others are compared with.
         schemes: plan and scales by name.
     """
     device = next(model.parameters()).device
-    shadow = Shadow(yardstick, schemes, len(ids), device)
+    if rank:
+        part = partial(_part, engine_plan.model_spec.kv_heads, rank.shard)
+        yardstick, schemes = part(yardstick), {name: part(scheme) for name, scheme in schemes.items()}
+    shadow = Shadow(yardstick, schemes, len(ids), device, rank)
     # Nobody reads the logits, so only one row of them is computed.
     observed_logits(model, ids, shadow, keep=torch.tensor([len(ids) - 1], device=device))
     return {
         name: tuple(error for _, error in sorted(errors.items())) for name, errors in shadow.errors.items()
     }
+
+
+def _part(kv_heads: Sequence[int], shard: Shard, scheme: Scheme) -> Scheme:
+    """Return a scheme with the scales of a rank's heads."""
+    plan, scales = scheme
+    return plan, kv_scales.part(scales, plan.layout, kv_heads, shard.rank, shard.size)

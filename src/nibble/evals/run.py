@@ -31,8 +31,9 @@ from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
 from nibble.engine.llm import LLM
-from nibble.engine.parallel_plan import require_one_gpu
+from nibble.engine.parallel_plan import whole_layout
 from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.engine.ranks import all_ranks
 from nibble.engine.scale_source import AUTO, CALIBRATE, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError
 from nibble.evals import perplexity, recall, tasks
@@ -69,8 +70,8 @@ class Candidate:
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of one token in the cache."""
-        return self.plan.plan.layout.bytes_per_token
+        """Return the bytes of one token in the cache, as one GPU has them."""
+        return whole_layout(self.plan.plan.layout, self.plan.model_spec).bytes_per_token
 
 
 MEASURED = "measured"
@@ -116,7 +117,6 @@ def evaluate(
         ConfigError: Options do not go together.
         NibbleError: A scheme cannot be measured; all others are by then, and saved.
     """
-    require_one_gpu(config, "evaluation")
     # What is measured has no certificate yet.
     config = replace(config, require_quality="")
     text = perplexity.read_text(path, config.model, builtin=as_started)
@@ -209,6 +209,7 @@ def environment(plan: EnginePlan) -> dict[str, str]:
         "dtype": plan.plan.dtype,
         **({"weights": plan.config.weights} if plan.config.weights else {}),
         **({"activations": FP8} if plan.activations != FULL else {}),
+        **({"tp": str(plan.config.tp)} if plan.config.tp > 1 else {}),
         "hardware": str(plan.hardware),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -338,9 +339,10 @@ class _Evaluation:
                 for c in self.candidates
             }
             yardstick = schemes_by_name[self.candidates[0].entry.name]
-            self.errors = perplexity.attention_errors(
-                llm.engine.runner.model, ids, yardstick, schemes_by_name
-            )
+            arguments = (ids, yardstick, schemes_by_name)
+            with all_ranks(llm.engine.ranks, "nibble.evals.perplexity:attention_errors", *arguments) as rank:
+                model = llm.engine.runner.model
+                self.errors = perplexity.attention_errors(self.candidates[0].plan, model, rank, *arguments)
 
     def _measure_scales(self, llm: LLM) -> None:
         """Write the scales that candidates need and do not have to the file that their engines read."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook, online
 from nibble.models.activations import FULL
@@ -74,6 +74,7 @@ def load(
         The model on the device, to be prepared by prepare_model().
 
     Raises:
+        ConfigError: it cannot be divided as it is quantised.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
@@ -84,7 +85,10 @@ def load(
     quantization = online.quantization_to(weights) if weights else None
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
-    source = partial(_source, config, path, torch.device(device), handling, packer, quantization)
+    places, whole = set[str](), getattr(torch, dtype) if division else None
+    source = partial(
+        _source, config, path, torch.device(device), handling, packer, quantization, places, whole
+    )
     model = _read(source, model_spec, path, dtype, division)
     if packer:
         set_packed(model, packer)
@@ -94,18 +98,41 @@ def load(
             del model  # two would not fit
             model = _read(source, model_spec, path, dtype, division)
             set_packed(model, packer)
-            if names := packer.forget():
-                raise WeightError(
-                    f"no module of the model has the quantised matrices {', '.join(sorted(names))}"
-                )
+            if names := ", ".join(sorted(packer.forget())):
+                raise WeightError(f"no module of the model has the quantised matrices {names}")
     model = model.to(device)
     if next(model.parameters()).is_cuda:
         # What experts were put together of, which other memory could not use.
         torch.cuda.empty_cache()
     if quantization:
+        _quantize_others(model, quantization, packer, places if division else None)
+    return model
+
+
+def _quantize_others(
+    model: nn.Module, quantization: Quantization, packer: Packer | None, places: set[str] | None
+) -> None:
+    """Quantise layers that were not as they were read; raise ConfigError where there are any of a divided model.
+
+    Args:
+        model: on the device.
+        quantization: which layers, and how.
+        packer: for packed layers.
+        places: of what was quantised as a whole, before it was divided; None where nothing is.
+    """
+    if places is None:
         quantize_linears(model, quantization, packer)
         quantize_experts(model, quantization.rules[0].format, packer)
-    return model
+        return
+    experts = {online.layer_of(place) for place in places if online.EXPERTS in place.split(".")}
+    for name, module in model.named_modules():
+        place = online.place(name)
+        is_left = type(module) is nn.Linear and quantization.format_of(name) and place not in places
+        if is_left or (expert_matrices(module) and place and online.layer_of(place) not in experts):
+            raise ConfigError(
+                f"--weights {quantization.kind} with --tp is not served for this model: {name} is put together of "
+                "tensors with other names; name a checkpoint that is quantised already"
+            )
 
 
 def _read(
@@ -176,18 +203,22 @@ def _source(
     handling: Handling,
     packer: Packer | None,
     quantization: Quantization | None,
+    places: set[str],
+    whole: torch.dtype | None,
     files: ExitStack,
 ) -> Source:
     """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
 
-    Transformers reads files of PyTorch, and weights that only it unpacks.
+    Transformers reads files of PyTorch, and weights that only it unpacks. `places` takes those of matrices that are
+    quantised as they are read; `whole` is the compute dtype where all are, as a rank needs a part of what is.
     """
     folder, entry = download(path), quantization_entry(config)
     if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
         if entry or not weight_files(folder):
             return path, config, None
-        if packer and quantization:
-            return None, config, quantized(folder, _choice(config, quantization), files, packer)
+        if quantization and (packer or whole):
+            choice = _choice(config, quantization)
+            return None, config, quantized(folder, choice, files, packer, device, whole, places)
         return None, config, stored_tensors(folder, device, files)
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):

@@ -30,9 +30,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
+from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.models import online, pack
+from nibble.models.experts import single_matrices
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
 from nibble.models.online import Choice
@@ -154,38 +156,87 @@ def unpacked(
     return plain
 
 
-def quantized(folder: Path, choice: Choice, stack: ExitStack, packer: Packer) -> dict[str, Any]:
+def quantized(
+    folder: Path,
+    choice: Choice,
+    stack: ExitStack,
+    packer: Packer | None,
+    device: torch.device,
+    whole: torch.dtype | None,
+    places: set[str],
+) -> dict[str, Any]:
     """Return an unquantised checkpoint's tensors by name: chosen matrices quantised when they are read, and kept.
 
     Args:
         folder: With safetensors files.
         choice: Which matrices.
         stack: Keeps the files open.
-        packer: Keeps matrices, and gives placeholders for them; others are read as they are.
+        packer: Keeps matrices, and gives placeholders for them.
+        device: Where they shall be.
+        whole: The compute dtype, where those that are not kept are rounded to the format as they are read; None: they
+            are read as they are.
+        places: Takes those of the modules that are quantised so (online.place()).
+
+    Raises:
+        ConfigError: A rank needs a part of what is packed as one.
     """
     lock, tensors = Lock(), dict[str, Any]()
     for path in weight_files(folder):
         file = stack.enter_context(safe_open(path, "pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dict)
-            stored, spelling = file.get_slice(name), _plain_spelling(name, choice, packer)
-            parts = Parts(name, {_split(name)[1]: stored}, {})
+            stored, spelling = file.get_slice(name), _plain_spelling(name, choice, packer, device, whole)
+            module, end = _split(name)
+            parts = Parts(name, {end: stored}, {})
+            places |= {online.place(module)} if spelling else set()
             tensors[name] = (
-                _Slice(parts, spelling, lock, packer.device, packer)
-                if spelling
-                else PlacedSlice(stored, packer.device)
+                _Slice(parts, spelling, lock, device, packer) if spelling else PlacedSlice(stored, device)
             )
     return tensors
 
 
-def _plain_spelling(name: str, choice: Choice, packer: Packer) -> _Spelling | None:
-    """Return how a plain tensor is quantised, None where it is not."""
+def _plain_spelling(
+    name: str, choice: Choice, packer: Packer | None, device: torch.device, whole: torch.dtype | None
+) -> _Spelling | None:
+    """Return how a plain tensor is quantised, None where it is not; see quantized()."""
     module, end = _split(name)
-    if end == "weight" and choice.is_matrix(module):
-        return _Spelling(end, lambda parts: parts[end], partial(pack.plain, choice.format, packer))
-    if (is_transposed := choice.experts.get(online.place(name))) is None:
+    is_transposed = choice.experts.get(online.place(name))
+    is_matrix = end == "weight" and choice.is_matrix(module)
+    if not is_matrix and is_transposed is None:
         return None
-    read = partial(pack.plain_experts, choice.format, packer, is_transposed)
-    return _Spelling(end, lambda parts: parts[end], read, is_transposed)
+    if packer and whole and not is_matrix:
+        raise ConfigError(
+            f"--weights with --tp is not served for {name}: experts that lie in one tensor are not divided once they "
+            "are quantised; unpack them (--quantized-weights unpacked), or name a checkpoint that is quantised already"
+        )
+
+    def values(parts: Parts) -> Tensor:
+        # What turned out to be no matrix of the model is none of those that are rounded.
+        if whole is None or (packer and parts.name in packer.plain):
+            return parts[end]
+        return _as_quantized(
+            parts.name, parts[end].to(device, whole), choice, is_transposed=bool(is_transposed)
+        )
+
+    if packer is None:
+        return _Spelling(end, values, None, bool(is_transposed))
+    if is_matrix:
+        return _Spelling(end, values, partial(pack.plain, choice.format, packer))
+    read = partial(pack.plain_experts, choice.format, packer, bool(is_transposed))
+    return _Spelling(end, values, read, bool(is_transposed))
+
+
+def _as_quantized(name: str, weight: Tensor, choice: Choice, *, is_transposed: bool) -> Tensor:
+    """Return a matrix, or those of all experts, with the errors of a format."""
+    format = choice.format
+    assert format.packed
+    pack.require_finite(name, weight)
+    if weight.dim() == 2:
+        return rounded(weight, format.packed, format.block_rows)
+    weight_E = weight.clone()
+    for x_ENK in single_matrices(name, weight_E, is_transposed=is_transposed):
+        for x_NK in x_ENK:
+            x_NK.copy_(rounded(x_NK, format.packed, format.block_rows))
+    return weight_E
 
 
 def _split(name: str) -> tuple[str, str]:

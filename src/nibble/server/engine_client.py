@@ -28,6 +28,7 @@ from nibble.cache.events import KVEvent
 from nibble.config import Config
 from nibble.engine.request import Delta
 from nibble.errors import NibbleError, RequestError
+from nibble.processes import ending, group_lives, is_stopped, kill_group
 from nibble.server import worker as wire
 from nibble.server.logging import decode_costs, log_event, plan_summary
 from nibble.server.worker import GenerationRequest
@@ -38,6 +39,10 @@ STOP_S = 5.0
 """Given to a process to end by itself."""
 LAST_MESSAGES_S = 0.05
 """Given to the last messages of a process that has ended to be read."""
+LOOK_S, FROZEN_S = 1.0, 10.0
+"""Between two looks at a process, and how long one may be stopped."""
+LEFT_S = 10.0
+"""How long processes that are left of an engine, which may hold a GPU, are waited for."""
 log = logging.getLogger("nibble.server")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
 SHUTTING_DOWN = "the server is shutting down"
@@ -293,14 +298,7 @@ class ProcessClient:
         pause = FIRST_PAUSE_S
         for generation in count():
             served = await self._run(generation)
-            self.stats = {}
-            self.on_state(State.STARTING)
-            error = EngineDiedError(f"{PROCESS_ENDED} ({self._cause})" if self._cause else PROCESS_ENDED)
-            for queue in self._open.values():
-                queue.fail(error)
-            for done in self._resets.values():
-                if not done.done():
-                    done.set_exception(error)
+            self._lose_requests()
             # A config that cannot start at first will not start later.
             never_served = generation == 0 and not served
             if never_served or not self._restart or self._ending.is_set():
@@ -316,6 +314,18 @@ class ProcessClient:
             self.restarts += 1
         await self._set_state(State.DEAD)
 
+    def _lose_requests(self) -> None:
+        """End what is open with an error: the engine of now answers no more."""
+        # First of all: /health must not say that this engine serves.
+        self.state, self.stats = State.STARTING, {}
+        self.on_state(State.STARTING)
+        error = EngineDiedError(f"{PROCESS_ENDED} ({self._cause})" if self._cause else PROCESS_ENDED)
+        for queue in self._open.values():
+            queue.fail(error)
+        for done in self._resets.values():
+            if not done.done():
+                done.set_exception(error)
+
     async def _run(self, generation: int) -> bool:
         """Run the process until it ends; return whether it came to serve."""
         address = f"ipc://{Path(self._folder.name) / str(generation)}"
@@ -326,6 +336,7 @@ class ProcessClient:
         self._has_served, self._cause = False, ""
         process = self._process = await self._spawn(address)
         listener = asyncio.create_task(self._listen(socket, process))
+        guard = asyncio.create_task(self._guard(process))
         try:
             assert process.stdin
             values = {name: getattr(self._config, name) for name in Config.__slots__}
@@ -336,22 +347,40 @@ class ProcessClient:
             self.state = State.STARTING
             # The listener may still have the last messages to read.
             await asyncio.sleep(LAST_MESSAGES_S)
-            facts: dict[str, Any] = {
-                "code": process.returncode,
-                "open_requests": len(self._open),
-                **self._label,
-            }
+            num_open = len(self._open)
+            if self._has_served and not self._ending.is_set():
+                self._cause = self._cause or self._rank_0(ending(process.returncode or 0))
+                self._lose_requests()
+            await _end_group(process.pid)
+            facts: dict[str, Any] = {"code": process.returncode, "open_requests": num_open, **self._label}
             if self._cause:
                 facts["cause"] = self._cause
             log_event("engine ended", **facts)
             return self._has_served
         finally:
-            listener.cancel()
-            with suppress(asyncio.CancelledError):
-                await listener
+            for task in (listener, guard):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             socket.close()
             if not self._failure.error:
                 self._failure = wire.Failed(f"the engine's process ended with code {process.returncode}", "")
+
+    async def _guard(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that is stopped, as nothing in it could say so, or that has said why it ends and does not."""
+        waited_s = 0.0
+        # Looks are counted, for this process may be stopped too.
+        while waited_s < FROZEN_S:
+            await asyncio.sleep(LOOK_S)
+            waited_s = waited_s + LOOK_S if self._cause or is_stopped(process.pid) else 0.0
+        self._cause = self._cause or self._rank_0(f"is stopped, as by SIGSTOP, for {waited_s:.0f} s")
+        with suppress(ProcessLookupError):
+            process.kill()
+
+    def _rank_0(self, what: str) -> str:
+        """Return what became of the engine's process, which is a rank where a model is divided."""
+        ranks = self._config.tp
+        return f"rank 0 of {ranks}, the engine's own process, {what}" if ranks > 1 else f"it {what}"
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "nibble.server.worker", address, self._log_format]
@@ -404,11 +433,22 @@ class ProcessClient:
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
             self._failure, self._cause = event, event.error
+            if self._has_served:
+                # Nobody needs to wait for the end of the process.
+                self._lose_requests()
 
     async def _set_state(self, state: State) -> None:
         async with self._state_changed:
             self.state = state
             self._state_changed.notify_all()
+
+
+async def _end_group(group: int) -> None:
+    """End what is left of an engine: what a new one needs, as the memory of a GPU, is free only then."""
+    kill_group(group)
+    until = time.monotonic() + LEFT_S
+    while group_lives(group) and time.monotonic() < until:
+        await asyncio.sleep(LAST_MESSAGES_S)
 
 
 def _log_start(ready: wire.Ready, label: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,7 +99,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Event: the engine could not start."""
+    """Event: the engine could not start, or serves no more."""
 
     error: str
     kind: str
@@ -156,8 +157,10 @@ IDLE_MS = 200
 GRAMMAR_POLL_MS = 2
 """How long it waits for one while a grammar is prepared."""
 GRAMMAR_THREADS = 4
-RANK_GRACE_S = 0.4
-"""How long the engine's thread has to notice that a rank has failed."""
+RANK_GRACE_S = 0.3
+"""How long the engine's thread has to end the process once a rank has failed."""
+LINGER_S = 0.3
+"""Given to the last message of a process that ends at once."""
 
 
 class Worker:
@@ -179,6 +182,12 @@ class Worker:
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
         self._preparing: dict[int, tuple[Submit, Future[Matcher | None]]] = {}
         self._parent, self._stats_at = parent, 0.0
+        # One thread at a time may use the socket: that of the engine, and once that hangs, the one that says why.
+        self._socket_lock, self._is_ending = threading.Lock(), threading.Event()
+        self._wake_read, self._wake_write = os.pipe()
+        self._idle = zmq.Poller()
+        self._idle.register(socket, zmq.POLLIN)
+        self._idle.register(self._wake_read, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until a Stop comes, or the parent is gone; raise RankError where a rank has failed."""
@@ -187,7 +196,8 @@ class Worker:
         self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
             if ranks and ranks.failure:
-                # Requests end as the server notices that this process has.
+                # Requests end as the server hears of it.
+                self._is_ending.set()
                 raise RankError(ranks.failure)
             for command in self._commands():
                 if isinstance(command, Stop):
@@ -205,18 +215,24 @@ class Worker:
 
     def _end_soon(self, reason: str) -> None:
         """End the process where the engine's thread does not: it may wait for a GPU that waits for the rank."""
-        time.sleep(RANK_GRACE_S)
-        # That thread is the only other one that sends, and waits.
-        self._send(Failed(reason, RankError.__name__))
-        time.sleep(RANK_GRACE_S / 4)
+        os.write(self._wake_write, b"x")
+        if not self._is_ending.wait(RANK_GRACE_S) and self._socket_lock.acquire(timeout=RANK_GRACE_S):
+            self._socket.send(encode(Failed(reason, RankError.__name__)))
+        time.sleep(LINGER_S)
         os._exit(1)
 
     def _commands(self) -> Iterator[Command]:
         """Yield commands that have come; an idle engine waits a little for the first."""
         wait_ms = 0 if self._engine.busy else GRAMMAR_POLL_MS if self._preparing else IDLE_MS
-        while self._socket.poll(wait_ms):
-            yield decode_command(self._socket.recv())
+        while (command := self._receive(wait_ms)) is not None:
+            yield command
             wait_ms = 0
+
+    def _receive(self, wait_ms: int) -> Command | None:
+        with self._socket_lock:
+            if wait_ms:
+                self._idle.poll(wait_ms)
+            return decode_command(self._socket.recv()) if self._socket.poll(0) else None
 
     def _execute(self, command: Submit | Abort | ResetPrefixCache) -> None:
         if isinstance(command, ResetPrefixCache):
@@ -277,7 +293,8 @@ class Worker:
         self._send(CacheChange([_without_tokens(event) for event in events]))
 
     def _send(self, event: Event) -> None:
-        self._socket.send(encode(event))
+        with self._socket_lock:
+            self._socket.send(encode(event))
 
 
 def _without_tokens(event: KVEvent) -> KVEvent:

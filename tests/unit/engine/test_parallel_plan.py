@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from nibble.config import Config
+from nibble.engine.parallel_plan import whole_layout
 from nibble.engine.plan import as_text, plan_engine
 from nibble.errors import CapacityError, ConfigError
 from nibble.evals.precision_report import Goal
-from nibble.evals.report import Sizes
-from nibble.evals.run import evaluate
 from nibble.evals.tune_precision import tune
 from nibble.hardware import lookup_gpu
 
@@ -52,11 +51,15 @@ def test_heads_that_do_not_divide_name_the_nearest_number() -> None:
 
 
 def test_what_needs_the_whole_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    divided = Config(model="demo", tp=2)
-    with pytest.raises(ConfigError, match="evaluation with --tp 2 is not served"):
-        evaluate(divided, ["nvfp4"], Sizes())
-    with pytest.raises(ConfigError, match="tune-precision with --tp 2 is not served"):
-        tune(divided, Goal(budget="4.5bits"), tmp_path / "scheme.json")
+    with pytest.raises(ConfigError, match=r"tune-precision with --tp 2 is not served: .*--device cpu"):
+        tune(Config(model="demo", tp=2), Goal(budget="4.5bits"), tmp_path / "scheme.json")
+
+
+@pytest.mark.parametrize("tp", [2, 16])
+def test_all_ranks_together_store_what_one_does(tp: int) -> None:
+    plan = planned(tp)
+    assert plan.plan.layout.bytes_per_token < planned(1).plan.layout.bytes_per_token
+    assert whole_layout(plan.plan.layout, plan.model_spec) == planned(1).plan.layout
 
 
 # Experts by number, attention by requests

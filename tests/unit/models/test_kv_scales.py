@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from nibble import LLM
 from nibble.cache import scales
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.scales import KVScales
 from nibble.errors import NibbleError, ScaleError, WeightError
+from nibble.model_spec import Stream
 from nibble.models import checkpoint_scales
 from nibble.models.checkpoint_scales import is_scale, read_scales
 from planning import PLAIN
@@ -223,8 +225,45 @@ class TestFiles:
         assert found.layers[0].streams["k"].limit == FP8
 
     def test_tensor_parallel_ranks(self, tmp_path: Path) -> None:
-        with pytest.raises(ScaleError, match="2 tensor-parallel ranks; Nibble runs on one"):
-            scales.load(write(tmp_path, peer(ranks=2)), LAYERS)
+        file = write(tmp_path, peer(ranks=4))
+        data = json.loads(file.read_text())
+        for rank, layers in data["kv_cache"]["scaling_factor"].items():
+            # Of layer 2 all have the same.
+            layers |= {"0": 0.1 * (int(rank) + 1), "1": 0.4 - 0.1 * int(rank)}
+        write(tmp_path, data)
+
+        def of_rank(tp: int, heads: int, rank: int) -> tuple[Any, ...]:
+            found = scales.load(file, LAYERS, tp, (heads,) * LAYERS)
+            assert "of 4 tensor-parallel ranks" in found.notes[0]
+            streams = tuple(
+                StreamLayout(Stream(name, max(heads // tp, 1), 64), "fp8_e4m3") for name in ("k", "v")
+            )
+            layout = CacheLayout(tuple(LayerLayout(n, streams) for n in range(LAYERS)), 16, "nhd")
+            own = scales.part(found, layout, (heads,) * LAYERS, rank, tp) if tp > 1 else found
+            scales.require(layout, own)
+            return tuple(own.layers[layer].streams["k"].value for layer in range(LAYERS))
+
+        assert of_rank(1, 8, 0) == pytest.approx((0.4, 0.4, 0.03))
+        # With fewer ranks than in the file, a rank has the heads of several.
+        assert of_rank(2, 8, 0) == pytest.approx((0.2, 0.4, 0.03))
+        assert of_rank(2, 8, 1) == pytest.approx((0.4, 0.2, 0.03))
+        assert of_rank(4, 8, 3) == pytest.approx((0.4, 0.1, 0.03))
+        # With more, several have those of one; of two heads two ranks keep each.
+        assert of_rank(8, 8, 3) == pytest.approx((0.2, 0.3, 0.03))
+        assert of_rank(4, 2, 2) == pytest.approx((0.4, 0.2, 0.03))
+
+    def test_tensor_parallel_ranks_that_do_not_fit(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ScaleError, match="has scales for 4 tensor-parallel ranks, whose heads are not those of 3"
+        ):
+            scales.load(write(tmp_path, peer(ranks=4)), LAYERS, 3, (12,) * LAYERS)
+        data = peer(ranks=2)
+        data["kv_cache"]["scaling_factor"]["1"] = {"0": 1.0}
+        with pytest.raises(ScaleError, match="rank 1 has scales for other layers than rank 0"):
+            scales.load(write(tmp_path, data), LAYERS)
+        data["kv_cache"]["scaling_factor"] = {"1": {"0": 1.0}}
+        with pytest.raises(ScaleError, match="with ranks from 0 on"):
+            scales.load(write(tmp_path, data), LAYERS)
 
     def test_layers_that_the_model_lacks(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match="layer 3, and the model has layers 0 to 2"):
@@ -437,7 +476,7 @@ class TestCalibration:
         def measure(*_: Any) -> None:
             raise AssertionError("scales were measured")
 
-        monkeypatch.setattr("nibble.engine.llm.measure_scales", measure)
+        monkeypatch.setattr("nibble.engine.llm.measure", measure)
         llm = serve(tiny, "fp32")
         for path, reason in (
             (tmp_path / "no" / "s.json", "there is no folder"),
