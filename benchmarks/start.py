@@ -4,14 +4,16 @@
     python benchmarks/start.py --checkpoint FOLDER [--write] ...
 
 **Measured**: the seconds from the beginning of a process until it is ready, without those of weights; those of each
-part of a start; and where the compiler's go (`tracing`, `aot`, `inductor`: each includes the next). Weights are random,
-and made on the GPU (--weights: packed, a name of packed_weights.KINDS), or read from a checkpoint, which --write makes
-of such weights, with shards of 5 GB, in BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a checkpoint asks
-for activations in FP8 too). **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches
-answered, and kernels that Triton and NVRTC compiled, beside those found on disk: `ahead`, in threads while something
-else was done (kernels/ahead.py), or while the start waited (`waited for`, by part, kernel and seconds). A last step
-after each start tells whether anything is compiled later: every number of rows from 2 to 17 is a prompt, then requests
-decode together; `files` are new ones in the cache folder, of any compiler.
+part of a start, of what is between the parts, and of imports, package by package; and where the compiler's go
+(`tracing`, `aot`, `inductor`: each includes the next). Weights are random, and made on the GPU (--weights: packed, a
+name of packed_weights.KINDS), or read from a checkpoint, which --write makes of such weights, with shards of 5 GB, in
+BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a checkpoint asks for activations in FP8 too).
+
+**Counted**: graphs that were traced (0: the code was read from disk), what torch's caches answered, and kernels that
+Triton and NVRTC compiled, beside those found on disk: `ahead`, in threads while something else was done
+(kernels/ahead.py), or while the start waited (`waited for`, by part, kernel and seconds). A last step after each start
+tells whether anything is compiled later: every number of rows from 2 to 17 is a prompt, then requests decode together;
+`files` are new ones in the cache folder, of any compiler.
 
 With a checkpoint also **host memory** while its weights are read, at the most, beyond what the process had before:
 `resident` with pages of files, `anonymous` without, and the largest shard.
@@ -23,6 +25,7 @@ from disk.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -41,6 +44,14 @@ from typing import Any
 from unittest import mock
 
 BEGIN, RESULT = "NIBBLE_START_BEGAN", "result: "
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "nibble.engine.llm",
+    "nibble.kernels.nvrtc",
+)
+"""Packages in the order in which a start imports them."""
 LENGTHS = tuple(range(2, 18))
 """New tokens of the prompts after a start."""
 CODE = (".cubin", ".so", ".bin")
@@ -55,12 +66,11 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     if os.environ.get("NIBBLE_LOG"):
         logging.basicConfig()
         logging.getLogger("nibble.compile").setLevel(logging.INFO)
+    imports = import_all()
     kernels_of = Kernels()
     compiled = kernels_of.counts
     import torch
     from torch._dynamo.utils import compilation_time_metrics, counters
-
-    import nibble.engine.llm  # noqa: F401 (so that it counts here)
 
     memory = dict[str, int]()
     imported = time.time() - began
@@ -85,6 +95,8 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "imports": imported,
+        "imports of": imports,
+        "between parts": ready - imported - sum(startup.seconds.values()),
         "ready without weights": ready - startup.seconds["weights"],
         "parts": startup.seconds,
         "compiler": spent,
@@ -100,6 +112,19 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         },
         **({"host memory": memory} if memory else {}),
     }
+
+
+def import_all() -> dict[str, float]:
+    """Import what a start imports, as `from nibble import LLM` does; the seconds of each package with what it needs."""
+    from nibble.garbage import pause_gc
+
+    seconds = {}
+    with pause_gc():
+        for name in IMPORTED:
+            begin = time.perf_counter()
+            importlib.import_module(name)
+            seconds[name] = time.perf_counter() - begin
+    return seconds
 
 
 @contextmanager
@@ -235,6 +260,8 @@ def table_of(number: int, result: dict[str, Any]) -> str:
         what = f"  compiled {len(kernels)} kernels in {sum(s for _, s in kernels):.1f} s" if kernels else ""
         longest = ", ".join(f"{name} {s:.1f}" for name, s in sorted(kernels, key=lambda entry: -entry[1])[:4])
         lines.append(f"  {part:15} {seconds:6.1f} s{what}{': ' + longest if longest else ''}")
+    lines.append(f"  between parts   {result['between parts']:6.1f} s")
+    lines.append(f"  imports of { ({name: round(s, 1) for name, s in result['imports of'].items()}) }")
     rest = sum(len(kernels) for kernels in waits.values())
     lines.append(f"  compiled elsewhere: {rest}; triton {result['triton']}; nvrtc {result['nvrtc']}")
     lines.append(f"  compiler { ({name: round(s, 1) for name, s in result['compiler'].items()}) }")

@@ -74,6 +74,13 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module 'nibble' has no attribute {name!r}")
+        import contextlib
         import importlib
+        import sys
 
-        return getattr(importlib.import_module(_HOME.get(name, "nibble.errors")), name)
+        from nibble.garbage import pause_gc
+
+        home = _HOME.get(name, "nibble.errors")
+        # What is loaded already makes nothing. It is imported all the same: another thread may be at it.
+        with contextlib.nullcontext() if home in sys.modules else pause_gc():
+            return getattr(importlib.import_module(home), name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,3 +138,25 @@ def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatc
     assert str(cache_folder()) == "/somewhere/nibble"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "nibble"
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+
+
+def test_no_garbage_is_collected_while_it_compiles() -> None:
+    enabled = list[bool]()
+
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return Logits(input_ids[None] * 2.0)
+
+    def backend(graph: Any, _: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return graph
+
+    ids = torch.arange(24)[None]
+    run = compiled(Model(), backend)
+    for _ in range(2):
+        assert torch.equal(run(ids, ids, torch.arange(2), None), ids * 2.0)  # type: ignore[arg-type]
+    assert enabled == [False] and gc.isenabled()

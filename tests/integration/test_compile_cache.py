@@ -112,6 +112,19 @@ def test_what_was_compiled_serves_all_sizes(kept: Path) -> None:
     assert not run.guard_check(Toy(), torch.randn(1)), "torch specialises on it"
 
 
+def test_another_share_of_the_cpus_is_served(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU threads are not in the name either; the code of a CPU computes the same with any number."""
+    threads, x = torch.get_num_threads(), torch.randn(7)
+    torch.set_num_threads(threads + 1)
+    try:
+        run = compile_cache.load(kept, scaled, (Toy(), x))
+        assert run and run.guard_check(Toy(), x) and torch.equal(run(Toy(), x), scaled(Toy(), x))
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert compile_cache._state("cuda")["threads"] is None
+
+
 @pytest.mark.parametrize(
     "other", [Toy(scale=3.0), Toy(width=5), Toy().double()], ids=["constant", "shape", "dtype"]
 )
@@ -170,6 +183,11 @@ def test_what_guards_do_not_see_is_in_the_name(monkeypatch: pytest.MonkeyPatch) 
         compile_cache.path_of(Toy().double(), {}),
     ]
     with torch._inductor.config.patch(max_autotune=True):
+        others.append(compile_cache.path_of(Toy(), {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        others.append(compile_cache.path_of(Toy(), {}))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
         others.append(compile_cache.path_of(Toy(), {}))
     monkeypatch.setattr(compile_cache.metadata, "version", lambda package: "0")
     others.append(compile_cache.path_of(Toy(), {}))

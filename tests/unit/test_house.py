@@ -26,6 +26,7 @@ BASE = {
     "quality",
     "options",
     "files",
+    "garbage",
     "threads",
     "processes",
     "errors",

@@ -22,6 +22,7 @@ from nibble.cli.terminal import MODEL_HELP, ModelArgument, err, print_json
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import CapacityError, ConfigError, NibbleError, RequestError
 from nibble.evals.report import YARDSTICK, Entry
+from nibble.garbage import pause_gc
 
 if TYPE_CHECKING:
     from nibble.engine.llm import LLM
@@ -92,7 +93,8 @@ def generate(
     # Options of the cache are those of --kv-format's.
     caches = [base if entry == Entry.of(base) else entry.alone(base) for entry in entries]
     terminal.quiet_libraries(model)
-    from nibble.engine.build import preflight
+    with pause_gc():
+        from nibble.engine.build import preflight
 
     # Answers that are drawn differ by chance too, which would hide what the caches do.
     params = params if len(caches) == 1 else {"temperature": 0.0, **params}

@@ -50,6 +50,9 @@ COMPILING = (
 """Files of Nibble that decide what is compiled, beyond what torch traces."""
 UNSAVED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 """Guards on the identity of objects, which no other process has."""
+GLOBAL_STATE = "GLOBAL_STATE"
+"""The guard on torch's settings, among them the number of threads of a CPU, which code of a GPU has nothing to do with:
+a start with another share of a machine's CPUs would compile anew. What matters of them is in a file's name."""
 log = logging.getLogger("nibble.compile")
 
 
@@ -175,9 +178,10 @@ def _is_current(sources: Sequence[Any]) -> bool:
 
 
 def _serializable_guards(entries: Sequence[Any]) -> list[bool]:
-    """Return which guards are kept: all but those on globals, whose source is compared, and on identities."""
+    """Return which guards are kept: all but those on globals, whose source is compared, on settings and identities."""
+    unsaved = UNSAVED | {GLOBAL_STATE}
     return [
-        not (entry.is_global or UNSAVED.intersection((entry.guard_type, *(entry.derived_guard_types or ()))))
+        not (entry.is_global or unsaved.intersection((entry.guard_type, *(entry.derived_guard_types or ()))))
         for entry in entries
     ]
 
@@ -200,6 +204,7 @@ def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
     yield device.type
     if device.type == "cuda":
         yield f"{torch.version.cuda} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    yield repr(_state(device.type))
     yield repr(sorted(options.items()))
     for settings in (torch._inductor.config, torch._functorch.config):
         yield settings.get_hash().hex()
@@ -216,6 +221,24 @@ def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
     for pattern in COMPILING:
         for path in sorted(package_folder.glob(pattern)):
             yield path.read_text(encoding="utf-8")
+
+
+def _state(device: str) -> dict[str, object]:
+    """Return torch's settings that decide what is traced and compiled for a type of device."""
+    products = torch.backends.cuda.matmul
+    return {
+        "autocast": torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "products": (
+            # Its older name, allow_tf32, cannot be read where the user has set this one.
+            getattr(products, "fp32_precision", None),
+            products.allow_bf16_reduced_precision_reduction,
+            products.allow_fp16_reduced_precision_reduction,
+        ),
+        # Loops of C++ are cut for it.
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+    }
 
 
 def _functions(owner: object, depth: int = 2) -> list[str]:

@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
 from nibble.errors import ConfigError, NibbleError
+from nibble.garbage import pause_gc
 from nibble.models import compile_cache, graph_passes
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
@@ -84,8 +85,9 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
         arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
         if not is_compiled:
             compile_cache.use_cache_folder()
-            artifact = _load_or_compile(function, arguments, options) if keep else None
-            logits, artifact = _first_call(artifact, run, arguments)
+            with pause_gc():
+                artifact = _load_or_compile(function, arguments, options) if keep else None
+                logits, artifact = _first_call(artifact, run, arguments)
             is_compiled = True
             return logits
         if not artifact:

@@ -7,11 +7,9 @@ A file is named by a hash of everything that an observation depends on, so what 
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import nibble
 from nibble import files
+from nibble.garbage import pause_gc
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, RecurrentGroup, StoredWeights, Stream
 from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub, split_head
@@ -79,7 +78,7 @@ def observe_model(
         return replace(cached, model=model)
     if not folder.exists() and cached_folder(model) is None:
         require_hub(model)
-    with _pause_gc():
+    with pause_gc():
         # Both import torch and Transformers, which takes seconds.
         from nibble.models.heads import load_config
         from nibble.models.observe import observe
@@ -98,23 +97,6 @@ def observe_model(
     if path:
         _write(path, model_spec)
     return model_spec
-
-
-@contextmanager
-def _pause_gc() -> Iterator[None]:
-    """Run the body without garbage collection, which takes a sixth of the time of imports and finds little."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        # Moves new objects to the oldest generation: the next collection of the youngest would walk all of them.
-        # Not where the host has frozen objects, which unfreeze() would return to the collector.
-        if not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        if is_enabled:
-            gc.enable()
 
 
 def _path(folder: Path, *options: str | int | None) -> Path:

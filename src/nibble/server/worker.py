@@ -355,7 +355,7 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
     try:
         # Before seconds of loading: the endpoint may be taken.
         publisher = Publisher(place.kv_events, place.replica) if place.kv_events else None
-        from nibble.engine.llm import LLM
+        from nibble import LLM
 
         llm = LLM(**config)
         if llm.engine.grammars:
