@@ -144,6 +144,15 @@ class Config:
         "compute dtype), or auto (fp8 where the checkpoint asks for it and the GPU can).",
     )
     tp: int = option(1, "GPUs of this host that share each layer, a process for each (docs/parallel.md).")
+    expert_parallel: bool = option(
+        False,
+        "With --tp: divide experts by number, whole ones to each GPU, and not each of them (docs/parallel.md).",
+    )
+    attention_dp: bool = option(
+        False,
+        "With --tp: divide attention by requests: a GPU keeps the cache of its own requests alone, with all heads, so "
+        "that latents of MLA are stored once (docs/parallel.md).",
+    )
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )

@@ -185,6 +185,8 @@ class ModelSpec:
     """KV heads of each layer of the whole model, where it is divided; 0 where it does not attend."""
     replicated: tuple[str, ...] = ()
     """What every rank has all of, in words."""
+    ways: tuple[str, ...] = ()
+    """What is divided by numbers of experts or requests, in words (models/parallel_ways.py)."""
 
     @property
     def layers(self) -> int:

@@ -7,8 +7,6 @@ and with --deterministic the very same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import TOLERANCE, VOCAB, tiny_model
+from divided import OPTIONS, PROMPT, answers, served, tokens
+from families import TOLERANCE, tiny_model
 from nibble import LLM, ConfigError, NibbleError
 from nibble.config import Config
 from nibble.evals.certify import certify
@@ -31,23 +30,12 @@ from nibble.models.linear import quantized_layers
 from thread_ranks import ThreadRanks, threads_as_ranks
 from tiny import save_model, save_tiny, save_tokenizer
 
-OPTIONS: dict[str, Any] = {"max_context": 128, "max_running": 4, "token_budget": 7}
 # GQA with fewer KV heads than ranks, sinks with windows and experts, MLA with experts, DSA, one fused layer for queries,
 # keys and values, a hybrid, and attention that cannot be divided.
 CASES = {
     "llama": 4, "gpt_oss": 2, "deepseek_v3": 2, "glm_moe_dsa": 2, "phi3": 2, "qwen3_next": 2, "olmo2": 2,
 }  # fmt: skip
 REPLICATED = {"olmo2": "attention (a norm goes over all heads)"}
-
-
-def tokens(count: int, seed: int, vocabulary: int = VOCAB) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-
-
-PROMPT = tokens(40, seed=1)
-PROMPTS = [PROMPT, PROMPT[:30] + tokens(9, 2), tokens(21, 3), PROMPT[:33] + tokens(20, 4), tokens(35, 5)]
-"""Some begin alike."""
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +49,6 @@ def saved(paths: dict[str, Path], name: str) -> Path:
         with quiet():
             tiny_model(name).save_pretrained(paths[name])
     return paths[name]
-
-
-@contextmanager
-def served(path: Path, tp: int, **options: Any) -> Iterator[LLM]:
-    options = {**OPTIONS, **options}
-    with threads_as_ranks(), LLM(str(path), tp=tp, **options) as llm:
-        yield llm
-
-
-def answers(llm: LLM, max_tokens: int = 10) -> list[tuple[int, ...]]:
-    outputs = llm.generate(PROMPTS, max_tokens=max_tokens, temperature=0, ignore_eos=True, progress=False)
-    return [output.completions[0].token_ids for output in outputs]
 
 
 def compare(path: Path, tp: int, name: str) -> None:

@@ -81,6 +81,8 @@ class Lease:
     """Slots that hold, or will with the next step, the states at a page boundary; held, and not in the tree."""
     state_boundaries: dict[int, Place] = field(default_factory=dict)
     """Page boundaries to come at which a snapshot of states is kept, and what is there."""
+    rank: int = 0
+    """Whose pages these are, where ranks keep those of their own requests."""
     number: int = 0
     """Counts leases, so that snapshots of the same one are known."""
     resumed_place: Place = Place.BRANCH

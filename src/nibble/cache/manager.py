@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nibble.cache.exact_window import ExactWindow, WindowBooks, WindowStats
@@ -70,6 +70,8 @@ class CacheManager:
         states: StateSlots | None = None,
     ) -> None:
         assert page_size > 0, f"a page of {page_size} tokens"
+        self.rank = 0
+        """Whose books these are, where ranks keep pages of their own requests (rank_managers.py)."""
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.residency = residency
@@ -85,6 +87,11 @@ class CacheManager:
         self._stats = CacheStats(num_pages)
         self._num_releases = 0
         self._lease_numbers = itertools.count()
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of pages of the pool."""
+        return self._allocator.num_pages
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +159,7 @@ class CacheManager:
         tokens: Sequence[int],
         namespace: str,
         *,
-        spare_pages: int | None = None,
+        spare_pages: Mapping[int, int] | int | None = None,
         reserved_frames: int = 0,
         private: bool = False,
         reusable: int | None = None,
@@ -164,7 +171,7 @@ class CacheManager:
         Args:
             tokens: the prompt.
             namespace: only leases of the same namespace share pages.
-            spare_pages: require that all of `tokens` fit now and leave so many pages free.
+            spare_pages: require that all of `tokens` fit now and leave so many pages free; by rank, or a number.
             reserved_frames: frames that other leases keep, with a host tier.
             private: share no pages.
             reusable: most tokens that cached pages may hold, where it is fewer.
@@ -178,13 +185,12 @@ class CacheManager:
         limit = len(tokens) - 1 if reusable is None else reusable
         prefix = self._radix.match(namespace, tokens, limit) if sharing else []
         if spare_pages is not None:
+            spare = spare_pages if isinstance(spare_pages, int) else spare_pages.get(self.rank, 0)
             # Idle pages of the prefix are about to be in use, so they cannot be evicted for new pages.
             available = self.num_available_pages - self._radix.num_idle_of(prefix)
             needed = self.pages_for(len(tokens)) - len(prefix)
-            if needed + spare_pages > available:
-                raise OutOfPages(
-                    f"{needed} pages and {spare_pages} to spare are needed, {available} can be had"
-                )
+            if needed + spare > available:
+                raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {available} can be had")
             num_frames = self.min_frames([(len(tokens), False)]) + reserved_frames
             # A lease that is alone fits onto the device if it fits into the pool.
             if self.residency and reserved_frames and num_frames > self.residency.num_frames:
@@ -194,12 +200,17 @@ class CacheManager:
             for books in (self._window, self._states):
                 if books:
                     books.check_lease_room(len(self.leases))
-        lease = Lease(namespace, is_sharing=sharing, number=next(self._lease_numbers))
+        lease = Lease(namespace, is_sharing=sharing, number=next(self._lease_numbers), rank=self.rank)
         # Before the lease is in the books: this raises if the prefix does not fit onto the device.
         self._adopt(lease, prefix)
         self.leases.add(lease)
         self._stats.lookup_tokens += len(tokens)
         return lease
+
+    def num_hit_pages(self, tokens: Sequence[int], namespace: str, reusable: int | None) -> int:
+        """Return how many pages of the prefix cache open() would find; nothing changes."""
+        limit = len(tokens) - 1 if reusable is None else reusable
+        return len(self._radix.match(namespace, tokens, limit)) if self.prefix_cache else 0
 
     def advance(self, lease: Lease, tokens: Sequence[int], reusable: int | None = None) -> int:
         """Add pages of `tokens` that other leases have shared since, and return how many tokens they save.

@@ -20,7 +20,10 @@ PARALLEL = {
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size"), "pipeline parallelism is not served"
     ),
-    **dict.fromkeys(("--expert-parallel-size", "--ep", "--ep-size"), "expert parallelism is not served"),
+    **dict.fromkeys(
+        ("--expert-parallel-size", "--ep", "--ep-size"),
+        "experts are divided among the GPUs of --tp by --expert-parallel",
+    ),
 }
 """Flags of how many GPUs share the work -> why more than one is refused."""
 EVENTS_CONFIG = "--kv-events-config"
@@ -33,7 +36,6 @@ HISPARSE, HISPARSE_CONFIG = "--enable-hisparse", "--hisparse-config"
 SETTINGS = {"device_buffer_size": "buffer", "host_memory": "host_memory", "host_format": "host_format"}
 """Settings of `--hisparse-config` -> ours of `--hisparse`."""
 ANSWERS = {
-    "--enable-expert-parallel": f"expert parallelism is not served: {ONE_GPU}",
     "--kv-cache-dtype-skip-layers": "name the layers and their scheme, as --kv-layers 0,-1=bf16",
     "--calculate-kv-scales": "scales are measured by --kv-scales calibrate",
     "--quantization-param-path": "scales of a file are read by --kv-scales FILE",

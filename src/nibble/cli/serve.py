@@ -41,6 +41,8 @@ FLAG_ALIASES = {
     "--tensor-parallel-size": "--tp",  # vLLM, SGLang
     "-tp": "--tp",  # vLLM
     "--tp-size": "--tp",  # SGLang
+    "--enable-expert-parallel": "--expert-parallel",  # vLLM
+    "--enable-dp-attention": "--attention-dp",  # SGLang
     "--enable-log-requests": "--log-requests",  # vLLM
     "--disable-log-requests": "--no-log-requests",  # vLLM
     "--data-parallel-size": "--replicas",  # vLLM, SGLang

@@ -20,16 +20,16 @@ from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.state_memory import SPARE_SLOTS
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
-from nibble.cache.exact_window import ExactWindow
 from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
+from nibble.cache.rank_managers import RankManagers
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.cache.state_pool import StatePool
-from nibble.cache.states import StateSlots
 from nibble.config import Config, SamplingParams
-from nibble.engine import certificate_lookup, head_start
+from nibble.engine import certificate_lookup, head_start, parallel_plan
+from nibble.engine.cache_books import cache_manager
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure, tokens_of_start
 from nibble.engine.draft_head import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
@@ -49,8 +49,6 @@ from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, to
 from nibble.engine.warmup import warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
-from nibble.kernels import cdiv
-from nibble.model_spec import NO_LAYER
 from nibble.models import compile_cache, invariant, parallel
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
@@ -59,7 +57,10 @@ from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
 from nibble.models.hub import local_folder, pinned, split_head
 from nibble.models.observe import context_limits
+from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
+from nibble.models.parallel_rows import Rows, gather_rows
+from nibble.models.parallel_ways import Ways
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
 from nibble.threads import LoadMeter, usable_cpus
@@ -242,6 +243,7 @@ def _build(
     engine_plan, config = parts.plan, parts.plan.config
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
+    startup.notes += parallel_plan.memory_notes(config, engine_plan.budget.tokens)
     if not engine_plan.hardware.is_cpu:
         # Loading tries kernels already.
         with startup.part("compiler"):
@@ -320,11 +322,11 @@ def follow(start: Start, rank: Rank) -> ModelRunner:
     return ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
 
 
-def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
+def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
     """Load and prepare a rank's part of the model."""
     config, spec, weights = engine_plan.config, engine_plan.model_spec, engine_plan.weights
     whole = load_config(config.model, config.index_topk, trust_remote_code=config.trust_remote_code)
-    part = parallel.divide(whole, config.tp).config
+    part = parallel.divide(whole, Ways.of(config)).config
     division = parallel.Division(whole, part, rank.shard)
     model: Any = load(
         part, spec, engine_plan.plan.dtype, rank.device,
@@ -332,6 +334,7 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
         activations=engine_plan.activations, division=division,
     )  # fmt: skip
     drop_repeated_biases(model, division.layout, rank.shard)
+    choose_own(model, division.layout.whole_experts, rank.shard)
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)
     # Rank 0 before the others, which then find its trials of kernels and compute as it does.
     if rank.shard.rank and model.device.type == "cuda":
@@ -340,6 +343,9 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> nn.Module:
     if not rank.shard.rank and model.device.type == "cuda":
         rank.group.barrier()
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
+    if config.attention_dp:
+        model.nibble_rows = rows = Rows(rank.group)
+        gather_rows(model, division.layout, rows)
     return model
 
 
@@ -465,15 +471,6 @@ def _state_pool(engine_plan: EnginePlan, poison: bool) -> StatePool | None:
     )  # fmt: skip
 
 
-def _state_slots(engine_plan: EnginePlan) -> StateSlots | None:
-    """Return the slots of recurrent states, if the model has any."""
-    states, page_size = engine_plan.budget.states, engine_plan.plan.page_size
-    if states is None:
-        return None
-    interval = cdiv(engine_plan.config.state_interval, page_size)
-    return StateSlots(states.slots + SPARE_SLOTS, states.requests + SPARE_SLOTS, interval)
-
-
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
     """Return the error monitor, if the config asks for it."""
     config = engine_plan.config
@@ -497,17 +494,8 @@ def _engine(
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
     budget = engine_plan.budget
-    window = None
-    if budget.exact:
-        window = ExactWindow(
-            plan.window, sum(owner != NO_LAYER for owner in plan.owner), budget.exact.pages, budget.exact.snapshots,
-            max_drafts=CacheSpec.from_config(config).max_drafts, num_sinks=plan.sinks // plan.page_size,
-        )  # fmt: skip
-    manager = CacheManager(
-        pool.pages, plan.page_size, config.prefix_cache, residency, window, _state_slots(engine_plan)
-    )
     scheduler = Scheduler(
-        manager,
+        cache_manager(engine_plan, pool.pages, residency),
         max_running=budget.requests or config.max_running,
         token_budget=budget.step_tokens,
         max_context=max_context,
@@ -515,14 +503,19 @@ def _engine(
         max_logprob_rows=max(1, STEP_LOGITS // engine_plan.model_spec.vocab_size),
     )
     empty_page = exact.empty_page if exact else None
-    tables = PageTables(
-        config.max_running + 1, budget.table_width, hardware.device, empty_page, states is not None
+    make_tables = partial(
+        PageTables, config.max_running + 1, budget.table_width, empty_page=empty_page, has_states=states is not None
     )  # fmt: skip
     run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
     eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
+    tables = make_tables(device=hardware.device)
+    runner = ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
+    if config.attention_dp:
+        # Numbers alone: what they are about lies at the other ranks.
+        runner.keep_books([make_tables(device="cpu") for _ in range(1, config.tp)])
     return Engine(
         scheduler=scheduler,
-        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states),
+        runner=runner,
         sampler=Sampler(config.seed, fixed_shapes=config.deterministic),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
@@ -531,7 +524,7 @@ def _engine(
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
-        overlap=not hardware.is_cpu,
+        overlap=not hardware.is_cpu and not config.attention_dp,
     )
 
 
@@ -545,7 +538,9 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
     return compiled(model, keep=config.compile_cache) if config.compile else None
 
 
-def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:
+def run_prompt(
+    runner: ModelRunner, manager: CacheManager | RankManagers, ids: Sequence[int], chunk: int
+) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:

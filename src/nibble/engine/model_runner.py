@@ -15,6 +15,7 @@ L rows of a request in a recorded step with drafts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.graphs import Graphs
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
+from nibble.engine.parallel_steps import numbers_by_rank
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
@@ -56,6 +58,7 @@ from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
+from nibble.models.parallel_rows import Rows
 
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
 """With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
@@ -102,11 +105,22 @@ class ModelRunner:
     """Compares what attention answers with rows of the model's own precision."""
     hidden_states: Tensor | None = field(default=None, init=False)
     """[T, X], of the last forward(), in its order, where a head drafts for the model (models/taps.py)."""
+    rows: Rows | None = field(default=None, init=False)
+    """Of all ranks, where each attends for requests of its own."""
+    books: list[ModelRunner] = field(default_factory=list, init=False)
+    """At rank 0 then: what makes the numbers of each rank's steps, over its page tables."""
     _sampled_rows_S: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.device = self.tables.device
+        self.rows = getattr(self.model, "nibble_rows", None)
         self._run = self.run or plain(self.model)
+
+    def keep_books(self, tables: Sequence[PageTables]) -> None:
+        """Make the numbers of other ranks' steps, too, over their page tables, as far as the host knows them."""
+        self.books = [self, *(copy.copy(self) for _ in tables)]
+        for runner, own in zip(self.books[1:], tables, strict=True):
+            runner.tables = own
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
@@ -123,12 +137,14 @@ class ModelRunner:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
         phases = {item.phase for item in scheduled}
+        if self.followers and self.books:
+            return self._compute_by_requests(self.followers, scheduled, every)
         if self.graphs and not every and phases == {Phase.DECODE}:
             numbers = self._replay_numbers(scheduled, self.graphs)
         elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
             numbers = self._verify_numbers(scheduled, size)
         else:
-            numbers = self._step_numbers(scheduled, every)
+            numbers = self.step_numbers(scheduled, every)
         followers = self.followers
         logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
         if self.tier:
@@ -136,6 +152,16 @@ class ModelRunner:
             settled = ((item.request.lease, item.end - len(item.drafts)) for item in scheduled)
             self.tier.backup(settled, self.save)
         return logits
+
+    def _compute_by_requests(
+        self, followers: Followers, scheduled: Sequence[ScheduledRequest], every: bool
+    ) -> Tensor:
+        """Compute a step of which each rank has requests of its own; return all logits."""
+        numbers, rows_S = numbers_by_rank(self.books, scheduled, every)
+        with followers.together():
+            followers.compute(numbers)
+            logits = self.compute(numbers[0])
+        return logits[torch.tensor(rows_S, dtype=torch.int64, device=self.device)]
 
     def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
         """Compute a step on all ranks."""
@@ -183,7 +209,15 @@ class ModelRunner:
 
     # Any step
 
-    def _step_numbers(self, scheduled: Sequence[ScheduledRequest], every: bool) -> StepNumbers:
+    def step_numbers(self, scheduled: Sequence[ScheduledRequest], every: bool) -> StepNumbers:
+        """Return the numbers of any step.
+
+        Args:
+            scheduled: requests; none: rows of padding, by which a rank takes part in a step of others.
+            every: whether the logits of every token are needed.
+        """
+        if not scheduled:
+            return self._idle_numbers()
         rows, ids = self._rows(scheduled), token_ids(scheduled)
         rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
@@ -209,6 +243,16 @@ class ModelRunner:
             0, skipped, state_rows, groups, self._take_state_copies(scheduled),
         )  # fmt: skip
 
+    def _idle_numbers(self) -> StepNumbers:
+        """Return the numbers of a step without requests: a row that looks at any token, and is stored nowhere."""
+        packed, padding = PackedInts(), self.tables.padding_row
+        inputs = (*(packed.add(x) for x in ([0, 0], [0, 0], [padding, padding], [0, 0])), packed.add([]))
+        skipped = packed.add([0]), packed.add([0])
+        group = PhaseGroup.of_padding(padding, packed)
+        return StepNumbers(
+            packed, inputs, 1, 0, self._pack_updates(packed, ()), skipped=skipped, groups=[group]
+        )
+
     def _step(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
         sent = self._send(numbers)
         token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (
@@ -223,6 +267,9 @@ class ModelRunner:
         self._sampled_rows_S = sampled_rows_S
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
+        if self.rows and numbers.rank_rows:
+            with self.rows.step(*numbers.rank_rows):
+                return _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))[0]
         logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
         self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]

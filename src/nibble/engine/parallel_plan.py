@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.models.parallel_ways import ATTENTION, EXPERTS, Ways
 from nibble.models.quantization import Handling, Weights
 
 SIZES = (2, 4, 8)
@@ -26,12 +28,35 @@ def of_rank(hardware: Hardware, size: int) -> Hardware:
     return replace(hardware, memory=memory, host=hardware.host and hardware.host // size)
 
 
-def check(config: Config, weights: Weights | None) -> None:
+def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hardware:
+    """Return what a rank has left beside the rows that it gathers, where ranks attend for requests of their own."""
+    if not config.attention_dp:
+        return hardware
+    step_tokens = config.token_budget or (CPU_STEP_TOKENS if hardware.is_cpu else GPU_STEP_TOKENS)
+    # As if one rank had all of them: the parts of all ranks are gathered in equal sizes.
+    size = config.tp * step_tokens * model_spec.hidden_size * (4 if hardware.is_cpu else 2)
+    return replace(hardware, memory=hardware.memory - size)
+
+
+def ways(config: Config) -> Ways:
+    """Return how a model is divided; raise ConfigError where there is nothing to divide it among."""
+    for is_on, option in (
+        (config.expert_parallel, "--expert-parallel"),
+        (config.attention_dp, "--attention-dp"),
+    ):
+        if is_on and config.tp == 1:
+            raise ConfigError(f"{option} divides a model among GPUs: say how many by --tp N, or leave it out")
+    return Ways.of(config)
+
+
+def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardware: Hardware) -> None:
     """Raise ConfigError for what is not served over several GPUs.
 
     Args:
         config: what is requested.
         weights: what becomes of quantised weights.
+        model_spec: of a rank.
+        hardware: of a rank.
     """
     if config.tp == 1:
         return
@@ -54,6 +79,52 @@ def check(config: Config, weights: Weights | None) -> None:
     for is_asked, what, why in refusals:
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
+    if config.attention_dp:
+        _check_requests(config, model_spec, hardware)
+
+
+def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
+    """Raise ConfigError for what is not served where each GPU attends for requests of its own."""
+    refusals = (
+        (
+            not hardware.is_cpu and (config.graphs or config.compile),
+            "CUDA graphs and compiled steps",
+            "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
+        ),
+        (
+            bool(config.hisparse),
+            "--hisparse",
+            "host tiers have one schedule of pages, and not one of each GPU",
+        ),
+        (
+            bool(config.drafts),
+            "--speculative",
+            "drafts of several GPUs' requests are not verified together yet",
+        ),
+        (
+            bool(model_spec.states),
+            "a model with recurrent states",
+            "states of each GPU's requests are not kept yet",
+        ),
+    )
+    for is_asked, what, why in refusals:
+        if is_asked:
+            raise ConfigError(f"{what} with --attention-dp is not served: {why}")
+
+
+def memory_notes(config: Config, tokens: int) -> tuple[str, ...]:
+    """Return how many tokens all GPUs keep, where each keeps those of its own requests.
+
+    Args:
+        config: what is requested.
+        tokens: that one of them has room for.
+    """
+    if not config.attention_dp:
+        return ()
+    return (
+        f"all {config.tp} GPUs keep {config.tp * tokens:,} tokens, each {tokens:,} of its own requests; one request "
+        f"has at most {tokens:,}",
+    )
 
 
 def require_one_gpu(config: Config, what: str) -> None:
@@ -88,12 +159,24 @@ def notes(model_spec: ModelSpec) -> Iterator[str]:
     """Yield what users should know of a divided model."""
     if model_spec.tp == 1:
         return
+    if ATTENTION in model_spec.ways:
+        yield (
+            f"data-parallel attention: each of {model_spec.tp} GPUs attends for requests of its own, with all heads, "
+            "and keeps their cache alone"
+        )
     yield (
         f"tensor parallelism: each layer is divided among {model_spec.tp} GPUs; heads, bytes of weights and tokens "
         "are those of one of them"
     )
+    if EXPERTS in model_spec.ways:
+        yield "expert parallelism: each GPU has an equal number of whole experts"
+    by_requests = ATTENTION in model_spec.ways
     own = {stream.heads for group in model_spec.groups for stream in group.streams}
-    if any(heads and heads < model_spec.tp for heads in model_spec.kv_heads) and own == {1}:
+    if (
+        any(heads and heads < model_spec.tp for heads in model_spec.kv_heads)
+        and own == {1}
+        and not by_requests
+    ):
         most = max(model_spec.kv_heads)
         what = "latents" if most == 1 else f"KV heads ({most})"
         yield f"{what} are kept by several GPUs, as there are fewer than {model_spec.tp} of a token"

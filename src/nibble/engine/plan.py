@@ -60,7 +60,8 @@ class PrintablePlan(Plan):
 def as_text(cache_plan: CachePlan, budget: MemoryPlan | None) -> str:
     """Return what `nibble plan` prints: the model, the machine, the routes, and the memory, where it suffices."""
     heading = f"{cache_plan.config.model} ({cache_plan.model_spec.family}) on {cache_plan.hardware}"
-    return f"{heading}\n{explain.as_text(cache_plan.plan, budget)}"
+    lines = parallel_plan.memory_notes(cache_plan.config, budget.tokens) if budget else ()
+    return "\n".join((heading, explain.as_text(cache_plan.plan, budget), *lines))
 
 
 def plan_engine(
@@ -127,9 +128,10 @@ def plan_cache(
     source, source_note = locate_config(config.model) if published else (config.model, "")
     model_spec = observe_model(
         source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code,
-        weights=config.weights, tp=config.tp,
+        weights=config.weights, ways=parallel_plan.ways(config),
     )  # fmt: skip
     model_spec = replace(model_spec, model=config.model)
+    hardware = parallel_plan.with_rows(hardware, config, model_spec)
     if config.deterministic:
         require_invariant(model_spec, hardware)
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
@@ -141,15 +143,13 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
-    parallel_plan.check(config, weights)
+    parallel_plan.check(config, weights, model_spec, hardware)
     speculation_plan.check(config, model_spec, hardware)
     drafts_note = speculation_plan.note(config, hardware)
     preface = (source_note, formats_note, *parallel_plan.notes(model_spec), *weight_notes, drafts_note)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    cache_plan = CachePlan(
-        config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
-    )
-    cache_plan = _annotated(cache_plan, table)
+    facts = config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights, choice
+    cache_plan = _annotated(CachePlan(*facts), table)
     return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
 
 

@@ -197,8 +197,8 @@ class Ranks:
             self.check()
             time.sleep(POLL_S / 20)
 
-    def compute(self, numbers: StepNumbers) -> None:
-        """Let the other ranks compute a step."""
+    def compute(self, numbers: StepNumbers | list[StepNumbers]) -> None:
+        """Let the other ranks compute a step, each its own where there is one for each rank."""
         self._send(Command("compute", (numbers,)))
 
     def record(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -27,6 +28,7 @@ from weakref import WeakKeyDictionary
 from nibble.cache.lease import Lease, Place
 from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.radix_cache import Key
+from nibble.cache.rank_managers import RankManagers
 from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
@@ -76,7 +78,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: CacheManager,
+        manager: CacheManager | RankManagers,
         *,
         max_running: int,
         token_budget: int,
@@ -283,7 +285,9 @@ class Scheduler:
         if not candidates or self._last_refusal == (candidates[0].id, self.manager.num_releases, frames):
             return
         # Pages that running requests take soon are not given away, or one would be preempted for it at once.
-        spare_pages = sum(map(self._num_pages_to_come, self.running))
+        spare_pages = Counter[int]()
+        for request in self.running:
+            spare_pages[request.lease.rank] += self._num_pages_to_come(request)
         for request in candidates:
             if not self._open(request, spare_pages, frames):
                 self._last_refusal = request.id, self.manager.num_releases, frames
@@ -293,10 +297,10 @@ class Scheduler:
             request.start_time = request.start_time or time.monotonic()
             self.waiting.remove(request)
             insort(self.running, request, key=_order)
-            spare_pages += self._num_pages_to_come(request)
+            spare_pages[request.lease.rank] += self._num_pages_to_come(request)
             frames += self._min_frames([request])
 
-    def _open(self, request: Request, spare_pages: int, frames: int) -> bool:
+    def _open(self, request: Request, spare_pages: Mapping[int, int], frames: int) -> bool:
         """Give a waiting request its lease; return False where its pages do not fit."""
         while True:
             try:
@@ -453,8 +457,9 @@ class Scheduler:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
                 if self._offload(error):
                     continue
-                # Always the last in order, so that the first one makes progress.
-                last = self.running[-1]
+                # Always the last in order, so that the first one makes progress; of those whose pages are of use.
+                rank = request.lease.rank
+                last = next(one for one in reversed(self.running) if one.lease.rank == rank)
                 self._preempt(last)
                 if last is request:
                     return False

@@ -38,13 +38,15 @@ class StepNumbers:
     groups: Sequence[PhaseGroup] = ()
     state_copies: Sequence[tuple[int, int]] = ()
     """Slots of recurrent states that are copied before the step."""
+    rank_rows: tuple[tuple[int, ...], ...] = ()
+    """Tokens and rows of logits of each rank, where ranks attend for requests of their own."""
 
 
 class Followers(Protocol):
     """The other ranks of a model whose layers are divided among GPUs: they compute what this one does."""
 
-    def compute(self, numbers: StepNumbers) -> None:
-        """Let them compute a step, which this rank computes next."""
+    def compute(self, numbers: StepNumbers | list[StepNumbers]) -> None:
+        """Let them compute a step, which this rank computes next; each its own, where there is one for each rank."""
         ...
 
     def record(

@@ -15,6 +15,7 @@ from nibble.engine.page_tables import PackedInts
 from nibble.engine.request import ScheduledRequest
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
+from nibble.model_spec import Phase
 
 ON_DEVICE = -1
 """The id of a token whose value only the device knows: the step before samples it."""
@@ -138,6 +139,19 @@ class PhaseGroup:
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
         self.rows = packed.add(row for _, row in pairs)
+
+    @classmethod
+    def of_padding(cls, row: int, packed: PackedInts) -> PhaseGroup:
+        """Return one row of padding that decodes.
+
+        Args:
+            row: of padding in the page tables.
+            packed: the integers of the step.
+        """
+        group = cls.__new__(cls)
+        group.phase, group.query_lens, group.seq_lens = Phase.DECODE, (1,), (1,)
+        group.cu_seqlens_q, group.seq_lens_at, group.rows = (packed.add(x) for x in ([0, 1], [1], [row]))
+        return group
 
 
 class StateRows:

@@ -173,6 +173,9 @@ def _rehearse(
 
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
     """Record decode steps and those with drafts, or run them over the same buffers where the config excludes graphs."""
+    if config.attention_dp:
+        # A recorded step has requests of one rank.
+        return
     reason = cuda_graph_blocker(runner.plan)
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"

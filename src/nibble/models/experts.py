@@ -23,7 +23,8 @@ from nibble.kernels import experts, triton_present
 from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
 from nibble.kernels.experts.matrices import TENSORS, PackedExperts
 
-_NAME = "nibble_experts"
+NAME = "nibble_experts"
+"""By which Transformers knows compute()."""
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 COUNT = 2
 """How many of these experts have."""
@@ -102,7 +103,7 @@ def set_packed_experts(module: Any, matrices: Mapping[str, PackedExperts]) -> No
         setattr(module, name, ExpertMatrices(packed, is_transposed=module.is_transposed))
     # Its own: layers that share it may have experts of another kind.
     module.config = copy.copy(module.config)
-    module.config._experts_implementation = _NAME
+    module.config._experts_implementation = NAME
     _set_gate(module)
 
 
@@ -110,7 +111,7 @@ def serve_experts(model: nn.Module) -> int:
     """Let kernels/experts compute the plain experts of a model on a GPU; return the number of their modules."""
     modules: list[Any] = [module for module in model.modules() if _serves(module)]
     for module in modules:
-        module.config._experts_implementation = _NAME
+        module.config._experts_implementation = NAME
         _set_gate(module)
     return len(modules)
 
@@ -176,4 +177,4 @@ def _matrices(module: Any, name: str) -> tuple[Tensor | ExpertMatrices, Tensor |
     return weight.transpose(1, 2) if module.is_transposed else weight, bias
 
 
-ExpertsInterface.register(_NAME, compute)
+ExpertsInterface.register(NAME, compute)

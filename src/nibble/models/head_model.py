@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from nibble.errors import ConfigError, WeightError
 from nibble.models.heads import HeadFacts
 from nibble.models.hub import EAGLE3
+from nibble.models.parallel_experts import class_of_rank
 from nibble.models.towers import model_class
 
 Shared = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -37,7 +38,7 @@ Shared = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 def class_of(config: PretrainedConfig) -> Any:
     """Return the class of the model or head of a config; raise ConfigError where Transformers has no such decoder."""
     if HeadFacts.of(config) is None:
-        return model_class(config)
+        return class_of_rank(model_class(config), config)
     family = type(config)
     decoder = MODEL_MAPPING.get(family, None)
     if decoder is None:

@@ -21,6 +21,7 @@ from nibble.garbage import pause_gc
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, RecurrentGroup, StoredWeights, Stream
 from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub, split_head
+from nibble.models.parallel_ways import ONE_GPU, Ways
 from nibble.models.weight_bytes import folder_bytes
 
 FOLDER = "observed"
@@ -46,7 +47,7 @@ def observe_model(
     *,
     trust_remote_code: bool = False,
     weights: str | None = None,
-    tp: int = 1,
+    ways: Ways = ONE_GPU,
 ) -> ModelSpec:
     """Return what `model` asks of attention: from the cache folder, or by observing it.
 
@@ -58,7 +59,7 @@ def observe_model(
         index_topk: Tokens that sparse attention looks at, None for the model's own.
         trust_remote_code: Whether code that comes with it may run. It may change, so it is observed each time.
         weights: A format that linear layers are quantised to as they load, None for none.
-        tp: Ranks that the model is divided among; what is returned is then of one of them.
+        ways: How the model is divided among ranks; what is returned is then of one of them.
 
     Raises:
         ConfigError: The model cannot be served, or the context is too long.
@@ -68,7 +69,8 @@ def observe_model(
     # A name on the hub may mean another version tomorrow.
     is_fixed = (folder / "config.json").is_file() and not trust_remote_code
     head = split_head(model)[0]
-    options = (dtype, max_context, index_topk, weights, *([tp] if tp > 1 else []), *filter(None, [head]))
+    division = repr(ways) if ways != ONE_GPU else ""
+    options = (dtype, max_context, index_topk, weights, *filter(None, [division, head]))
     path = _path(folder, *options) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
@@ -82,14 +84,14 @@ def observe_model(
         from nibble.models.observe import observe
 
         config = load_config(model, index_topk, trust_remote_code=trust_remote_code)
-        if tp > 1:
+        if ways.size > 1:
             from nibble.models.parallel import observe_part
 
-            model_spec = observe_part(config, model, dtype, max_context, weights, tp)
+            model_spec = observe_part(config, model, dtype, max_context, weights, ways)
         else:
             model_spec = observe(config, model, dtype, max_context, weights)
     stored = model_spec.stored_weights
-    if stored and not (weights or head) and tp == 1 and (size := folder_bytes(folder, model_spec.layers)):
+    if stored and not (weights or head or division) and (size := folder_bytes(folder, model_spec.layers)):
         # What lies in the folder is certain; what follows from the config is an account of it.
         model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:
@@ -161,5 +163,5 @@ def _model_spec(facts: dict[str, Any]) -> ModelSpec:
     stored = StoredWeights(**facts["stored_weights"]) if facts["stored_weights"] else None
     states = tuple(RecurrentGroup(**{**group, "layers": tuple(group["layers"])}) for group in facts["states"])
     fields = {"groups": groups, "owner": tuple(facts["owner"]), "stored_weights": stored, "states": states}
-    divided = {name: tuple(facts[name]) for name in ("kv_heads", "replicated")}
+    divided = {name: tuple(facts[name]) for name in ("kv_heads", "replicated", "ways")}
     return ModelSpec(**{**facts, **fields, **divided})

@@ -13,6 +13,7 @@ all. A family is divided only if its answers have been compared (VERIFIED), for 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from nibble.model_spec import LATENT, ModelSpec
 from nibble.models.experts import expert_matrices
 from nibble.models.hook import Call, Observer, adapt
 from nibble.models.observe import bare_skeleton, observe, record_calls
+from nibble.models.parallel_experts import OwnExperts, divide_experts
+from nibble.models.parallel_ways import Ways
 from nibble.models.shards import PartOfWhole, Shard, Split, intervals
 
 VERIFIED = frozenset({
@@ -40,6 +43,8 @@ VERIFIED = frozenset({
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """Families whose answers were those of one rank in tests/integration/test_parallel_families.py."""
+HEADS, LINEAR_ATTENTION = "attention", "linear attention"
+"""What is divided by heads; attention also by requests."""
 WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "dense_intermediate_size",
@@ -70,14 +75,14 @@ class Divided:
 
 
 def observe_part(
-    config: PretrainedConfig, name: str, dtype: str, max_context: int | None, weights: str | None, size: int
+    config: PretrainedConfig, name: str, dtype: str, max_context: int | None, weights: str | None, ways: Ways
 ) -> ModelSpec:
     """Return what the model of one rank needs of attention; see observe() and divide()."""
-    part = divide(config, size)
+    part = divide(config, ways)
     spec = observe(part.config, name, dtype, max_context, weights)
     return replace(
-        spec, vocab_size=config.get_text_config().vocab_size, tp=size, kv_heads=part.kv_heads,
-        replicated=part.replicated,
+        spec, vocab_size=config.get_text_config().vocab_size, tp=ways.size, kv_heads=part.kv_heads,
+        replicated=part.replicated, ways=ways.names,
     )  # fmt: skip
 
 
@@ -90,7 +95,9 @@ class Layout:
     rows: tuple[str, ...]
     """Linear layers of whose inputs a rank has a part: outputs are summed."""
     experts: tuple[str, ...]
-    """Modules with experts of whose inner width a rank has a part: outputs are summed."""
+    """Modules with experts of which a rank has some, or of each a part of its inner width: outputs are summed."""
+    whole_experts: tuple[str, ...]
+    """Those of them of which it has some."""
     is_vocabulary_divided: bool
 
 
@@ -98,12 +105,12 @@ class _CannotDivideError(Exception):
     """A config cannot be divided in the way that is tried."""
 
 
-def divide(config: PretrainedConfig, size: int) -> Divided:
-    """Return the config of one of `size` ranks.
+def divide(config: PretrainedConfig, ways: Ways) -> Divided:
+    """Return the config of one rank.
 
     Args:
         config: of the whole model, which is not changed.
-        size: number of ranks.
+        ways: how it is divided.
 
     Raises:
         ConfigError: the heads are no multiple of it, or nobody has compared the family's answers.
@@ -111,24 +118,32 @@ def divide(config: PretrainedConfig, size: int) -> Divided:
     text = config.get_text_config()
     if text.model_type not in VERIFIED:
         raise ConfigError(
-            f"--tp {size}: {text.model_type} cannot be divided among GPUs yet: nobody has compared its answers with "
-            f"those of one GPU; families that were compared: {', '.join(sorted(VERIFIED))}"
+            f"--tp {ways.size}: {text.model_type} cannot be divided among GPUs yet: nobody has compared its answers "
+            f"with those of one GPU; families that were compared: {', '.join(sorted(VERIFIED))}"
         )
-    return divided(config, size)
+    return divided(config, ways)
 
 
-def divided(config: PretrainedConfig, size: int) -> Divided:
+def divided(config: PretrainedConfig, ways: Ways) -> Divided:
     """Return the same for any family; see divide()."""
-    text = config.get_text_config()
-    _check_heads(text, size)
+    text, size = config.get_text_config(), ways.size
+    if not ways.attention_dp:
+        _check_heads(text, size)
     whole = bare_skeleton(copy.deepcopy(config))
     observer = _observer(bare_skeleton(copy.deepcopy(config)))
+    if ways.expert_parallel:
+        config = copy.deepcopy(config)
+        divide_experts(whole, config.get_text_config(), size)
     attempt = partial(_tried, config, whole, observer, size)
     changes, kv_heads = dict(_changes(text, size)), _heads_by_layer(observer.calls, text.num_hidden_layers)
     replicated = list(_indivisible(text, size))
+    if ways.attention_dp:
+        changes.pop(LINEAR_ATTENTION, None)
+        del changes[HEADS]
+        replicated.append(f"{HEADS} (each GPU attends for requests of its own)")
     try:
         part, states = attempt(list(changes.values()))
-        return Divided(part, (*replicated, *states), kv_heads)
+        return _checked(whole, Divided(part, (*replicated, *states), kv_heads), ways)
     except _CannotDivideError:
         pass
     accepted = list[Change]()
@@ -139,7 +154,14 @@ def divided(config: PretrainedConfig, size: int) -> Divided:
         except _CannotDivideError as error:
             replicated.append(f"{what} ({error})")
     part, states = attempt(accepted)
-    return Divided(part, (*replicated, *states), kv_heads)
+    return _checked(whole, Divided(part, (*replicated, *states), kv_heads), ways)
+
+
+def _checked(whole: nn.Module, part: Divided, ways: Ways) -> Divided:
+    """Return a part; raise ConfigError where rows of other ranks cannot be gathered for its divided layers."""
+    if ways.attention_dp:
+        tokenwise_modules(whole, layout(whole, bare_skeleton(copy.deepcopy(part.config))))
+    return part
 
 
 def _heads_by_layer(calls: Sequence[Call], layers: int) -> tuple[int, ...]:
@@ -175,14 +197,14 @@ def _kv_heads(text: Any) -> int:
 
 def _changes(text: Any, size: int) -> Iterator[tuple[str, Change]]:
     """Yield what may be divided, in words, and how."""
-    yield "attention", partial(_divide_heads, size)
+    yield HEADS, partial(_divide_heads, size)
     for name in WIDTHS:
         value = getattr(text, name, None)
         widths = value if isinstance(value, list | tuple) else [value]
         if value and all(isinstance(width, int) and width % size == 0 for width in widths):
             yield f"layers of {name}", partial(_divide_number, name, size)
     if all(getattr(text, name, None) and getattr(text, name) % size == 0 for name in LINEAR_HEADS):
-        yield "linear attention", partial(_divide_linear_heads, size)
+        yield LINEAR_ATTENTION, partial(_divide_linear_heads, size)
     if text.vocab_size % size == 0:
         yield "the tables of the vocabulary", partial(_divide_vocabulary, size)
 
@@ -276,7 +298,7 @@ def layout(whole: Any, part: Any) -> Layout:
     Raises:
         _CannotDivideError: something differs that nothing is known of.
     """
-    shapes, rows, experts = dict[str, Shapes](), list[str](), list[str]()
+    shapes, rows, experts, by_number = dict[str, Shapes](), list[str](), list[str](), list[str]()
     own = dict(part.named_parameters(remove_duplicate=False))
     for name, x in whole.named_parameters(remove_duplicate=False):
         other = own.get(name)
@@ -286,13 +308,46 @@ def layout(whole: Any, part: Any) -> Layout:
             continue
         shapes[name] = tuple(x.shape), tuple(other.shape)
         path, _, leaf = name.rpartition(".")
-        _classify((whole, part), path, leaf, shapes[name], rows, experts)
+        if _is_by_number(whole, path, shapes[name]):
+            by_number.append(path)
+        else:
+            _classify((whole, part), path, leaf, shapes[name], rows, experts)
     others = dict(part.named_buffers())
     for name, x in whole.named_buffers():
         if name not in others or others[name].shape != x.shape:
             raise _CannotDivideError(f"{name} is computed for all heads")
     table = next((n for n, x in whole.named_parameters() if x is whole.get_input_embeddings().weight), "")
-    return Layout(shapes, tuple(dict.fromkeys(rows)), tuple(dict.fromkeys(experts)), table in shapes)
+    whole_experts = tuple(dict.fromkeys(by_number))
+    experts_of_all = tuple(dict.fromkeys([*experts, *whole_experts]))
+    return Layout(shapes, tuple(dict.fromkeys(rows)), experts_of_all, whole_experts, table in shapes)
+
+
+def rows_of(model: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """Return the layers whose outputs are summed; not those of shared experts that others compute with theirs."""
+    present = dict(model.named_modules())
+    return tuple(name for name in layout.rows if name in present)
+
+
+def tokenwise_modules(model: Any, layout: Layout) -> tuple[str, ...]:
+    """Return the modules around layers of whose inputs a rank has a part, which compute each token by itself: MLPs.
+
+    Raises:
+        ConfigError: one of them reads more than the tokens.
+    """
+    paths = tuple(dict.fromkeys(name.rpartition(".")[0] for name in rows_of(model, layout)))
+    for path in paths:
+        # Itself, and the tokens.
+        if len(inspect.signature(type(model.get_submodule(path)).forward).parameters) != 2:
+            raise ConfigError(
+                f"{type(model).__name__} is not served with --attention-dp: its MLPs are no modules of their own; "
+                "leave the option out"
+            )
+    return paths
+
+
+def _is_by_number(whole: Any, path: str, shapes: Shapes) -> bool:
+    """Return whether a parameter is one of experts of which a rank has some."""
+    return shapes[0][1:] == shapes[1][1:] and bool(expert_matrices(whole.get_submodule(path)))
 
 
 def _classify(
@@ -396,8 +451,10 @@ def _outputs(whole: Any, path: str, shape: Sequence[int]) -> int:
     )
 
 
-def splits(whole: Any, part: Any, shard: Shard) -> dict[str, Split]:
+def splits(whole: Any, part: Any, shard: Shard) -> tuple[dict[str, Split], OwnExperts]:
     """Return what a rank has of tensors, by the names of parameters, and by those that a checkpoint has for them.
+
+    Experts that a checkpoint stores one by one, and of which a rank has some, come apart.
 
     Args:
         whole: the whole model, without weights.
@@ -407,7 +464,7 @@ def splits(whole: Any, part: Any, shard: Shard) -> dict[str, Split]:
     from transformers.core_model_loading import revert_weight_conversion
 
     states = [dict(model.named_parameters(remove_duplicate=False)) for model in (whole, part)]
-    stored = [
+    stored: list[dict[str, Any]] = [
         revert_weight_conversion(model, state) for model, state in zip((whole, part), states, strict=True)
     ]
     result = dict[str, Split]()
@@ -415,7 +472,7 @@ def splits(whole: Any, part: Any, shard: Shard) -> dict[str, Split]:
         for name, x in one.items():
             if name in other and other[name].shape != x.shape:
                 result[name] = _split((whole, part), name, x, other[name], shard)
-    return result
+    return result, OwnExperts(stored[0], stored[1], shard)
 
 
 def _split(models: tuple[Any, Any], name: str, x: Tensor, own: Tensor, shard: Shard) -> Split:
@@ -437,7 +494,7 @@ class Division:
         self.shard = shard
         models = bare_skeleton(copy.deepcopy(whole)), bare_skeleton(copy.deepcopy(part))
         self.layout = layout(*models)
-        self.splits = splits(*models, shard)
+        self.splits, self.own_experts = splits(*models, shard)
 
     def tensors(self, stored: Mapping[str, Any], renaming: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the rank's parts of a checkpoint's tensors by name.
@@ -446,11 +503,16 @@ class Division:
             stored: all tensors, to be read by [...].
             renaming: by which Transformers finds the names of the model in those of the checkpoint.
         """
-        return {name: self._part(name, x, renaming or {}) for name, x in stored.items()}
+        result = dict[str, Any]()
+        for stored_name, x in stored.items():
+            name = stored_name
+            for pattern, replacement in (renaming or {}).items():
+                name = re.sub(pattern, replacement, name)
+            if (own := self.own_experts.name_of(name, stored_name)) is not None:
+                result[own] = self._part(name, x)
+        return result
 
-    def _part(self, name: str, stored: Any, renaming: Mapping[str, str]) -> Any:
-        for pattern, replacement in renaming.items():
-            name = re.sub(pattern, replacement, name)
+    def _part(self, name: str, stored: Any) -> Any:
         split = self.splits.get(name)
         if split is None:
             return stored

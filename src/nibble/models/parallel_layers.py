@@ -23,7 +23,7 @@ from nibble.errors import ConfigError
 from nibble.kernels import collectives
 from nibble.kernels.collectives import Collectives
 from nibble.models.linear import PackedLinear, QuantizedLinear
-from nibble.models.parallel import Layout
+from nibble.models.parallel import Layout, rows_of
 from nibble.models.shards import Shard
 
 
@@ -69,7 +69,7 @@ class GatheredLinear(nn.Module):
 
 
 def _summed_forward(own: Callable[..., Tensor], group: int) -> Callable[..., Tensor]:
-    """Return a forward() of experts of whose inner width each rank has a part: outputs are summed."""
+    """Return a forward() of experts of which each rank has some, or a part of each: outputs are summed."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         return collectives.all_reduce(own(self, *args, **kwargs), group)
@@ -118,7 +118,7 @@ def join(
     Raises:
         ConfigError: a layer cannot be computed deterministically.
     """
-    for name in layout.rows:
+    for name in rows_of(model, layout):
         layer = model.get_submodule(name)
         if deterministic:
             layer = GatheredLinear(
@@ -134,7 +134,8 @@ def join(
             )
         experts = model.get_submodule(name)
         # The module stays: families read sizes of it.
-        experts.forward = MethodType(_summed_forward(type(experts).forward, number), experts)
+        own = experts.forward.__func__ if name in layout.whole_experts else type(experts).forward
+        experts.forward = MethodType(_summed_forward(own, number), experts)
     if layout.is_vocabulary_divided:
         output, table = model.get_output_embeddings(), model.get_input_embeddings()
         model.set_input_embeddings(DividedEmbedding(table, shard, number))
@@ -143,7 +144,7 @@ def join(
 
 def drop_repeated_biases(model: Any, layout: Layout, shard: Shard) -> None:
     """Let the biases of experts, whose outputs are summed, be those of rank 0 alone."""
-    for name in layout.experts:
+    for name in set(layout.experts) - set(layout.whole_experts):
         bias = getattr(model.get_submodule(name), "down_proj_bias", None)
         if bias is not None and shard.rank:
             bias.data.zero_()

@@ -69,11 +69,12 @@ class _Slice:
         parts = self._parts
         if self._spelling.codes == "_blocks":
             # Outputs before blocks of inputs, the other way round than as values.
-            split = (
-                Split(1, split.parts)
-                if split.dim == 2
-                else Split(2, split.scaled(2 * HALF_BLOCK, parts.name).parts)
-            )
+            if split.dim:
+                split = (
+                    Split(1, split.parts)
+                    if split.dim == 2
+                    else Split(2, split.scaled(2 * HALF_BLOCK, parts.name).parts)
+                )
             stored = {end: PartOfWhole(x, split) for end, x in parts.stored.items()}
             parts = replace(parts, stored=stored)
         result = _Slice(parts, self._spelling, self._lock, self._device, self._packer)

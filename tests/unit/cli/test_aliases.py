@@ -103,7 +103,7 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
             "m --pipeline-parallel-size 8",
             "pipeline parallelism is not served: GPUs of a host share each layer",
         ),
-        ("m --ep=2", "--ep 2: expert parallelism is not served"),
+        ("m --ep=2", "--ep 2: experts are divided among the GPUs of --tp by --expert-parallel"),
         (
             "m --kv-events-config tcp://*:1",
             '--kv-events-config must be a JSON object, as \'{"enable_kv_cache_events"',

@@ -9,7 +9,7 @@ import pytest
 
 from nibble.config import Config
 from nibble.engine.parallel_plan import whole_layout
-from nibble.engine.plan import plan_engine
+from nibble.engine.plan import as_text, plan_engine
 from nibble.errors import CapacityError, ConfigError
 from nibble.evals.precision_report import Goal
 from nibble.evals.tune_precision import tune
@@ -60,3 +60,46 @@ def test_all_ranks_together_store_what_one_does(tp: int) -> None:
     plan = planned(tp)
     assert plan.plan.layout.bytes_per_token < planned(1).plan.layout.bytes_per_token
     assert whole_layout(plan.plan.layout, plan.model_spec) == planned(1).plan.layout
+
+
+# Experts by number, attention by requests
+
+UNGRAPHED: dict[str, Any] = {"graphs": False, "compile": False}
+
+
+def test_whole_experts_take_the_bytes_of_parts() -> None:
+    parts, whole = planned(2, "gpt-oss-20b"), planned(2, "gpt-oss-20b", expert_parallel=True)
+    ratio = whole.model_spec.weight_bytes / parts.model_spec.weight_bytes
+    assert 0.99 < ratio < 1.01
+    assert any("equal number of whole experts" in note for note in whole.plan.notes)
+
+
+def test_experts_that_do_not_divide_name_the_nearest_number() -> None:
+    with pytest.raises(ConfigError, match=r"128 experts cannot be divided evenly among 3 GPUs .* --tp 2"):
+        planned(3, "qwen3-235b-a22b", expert_parallel=True, attention_dp=True, **UNGRAPHED)
+
+
+def test_latents_are_kept_once_where_attention_is_divided_by_requests() -> None:
+    replicated, once = (
+        plan_engine(
+            Config(model="demo-mla", kv_format="fp8_e4m3", tp=2, kv_memory="64MiB", **options),
+            GPU,
+            published=True,
+        )
+        for options in ({}, {"attention_dp": True, **UNGRAPHED})
+    )
+    assert 2 * once.budget.tokens >= 1.9 * replicated.budget.tokens
+    assert f"all 2 GPUs keep {2 * once.budget.tokens:,} tokens" in as_text(once, once.budget)
+    assert any("latents are kept by several GPUs" in note for note in replicated.plan.notes)
+    assert not any("latents are kept by several GPUs" in note for note in once.plan.notes)
+    # Attention is whole, and all else divided.
+    assert once.model_spec.groups[0].q_heads == 2 * replicated.model_spec.groups[0].q_heads
+    assert once.model_spec.weight_bytes > replicated.model_spec.weight_bytes
+    assert any("attention (each GPU attends" in note for note in once.plan.notes)
+
+
+def test_what_attention_by_requests_is_not_served_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--attention-dp is not served.*add --no-graphs --no-compile"):
+        planned(2, attention_dp=True)
+    with pytest.raises(ConfigError, match="recurrent states with --attention-dp is not served"):
+        planned(2, "demo-hybrid", attention_dp=True, **UNGRAPHED)

@@ -1,0 +1,79 @@
+"""Experts divided by number, and attention by requests, on two GPUs: answers of one GPU.
+
+Skipped where there are no two GPUs, or they are not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu/test_tp_ways_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import VOCAB, make, tiny_config
+from nibble import LLM
+from nibble.cache.rank_managers import RankManagers
+from nibble.models.hub import quiet
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+PROMPTS = [[(7 * i + j * j) % (VOCAB - 1) + 1 for j in range(20 + 14 * i)] for i in range(6)]
+KL, NEAR = 1e-3, 0.1
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+EAGER = {"graphs": False, "compile": False}
+OPTIONS: dict[str, Any] = {
+    "kv_format": "bf16", "dtype": "bfloat16", "device": "cuda", "kv_memory": "256MiB", "max_running": 16,
+    "max_context": 128,
+}  # fmt: skip
+
+
+def saved(name: str, folder: Path) -> Path:
+    config = tiny_config(name)
+    for field, value in WIDE.items():
+        if hasattr(config, field):
+            setattr(config, field, value)
+    with quiet():
+        make(name, config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
+    p, q = (logits.float().cpu().log_softmax(-1) for logits in (one_TV, other_TV))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def near_share(llm: LLM) -> float:
+    """How often a token of a decode step is the likeliest, or nearly, of a whole prompt's logits."""
+    hits = []
+    outputs = llm.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True, progress=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        answer = list(output.completions[0].token_ids)
+        logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
+        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
+        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
+    return float(torch.cat(hits).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_moe", {"expert_parallel": True}),
+        ("gpt_oss", {"expert_parallel": True}),
+        ("qwen3_moe", {"attention_dp": True, **EAGER}),
+        ("deepseek_v3", {"attention_dp": True, "expert_parallel": True, **EAGER}),
+    ],
+)
+def test_answers_of_two_gpus_are_those_of_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = saved(name, tmp_path)
+    with LLM(str(path), **OPTIONS) as llm:
+        expected_TV = llm.logits(PROMPTS[-1])
+    with LLM(str(path), tp=2, **OPTIONS, **options) as llm:
+        assert divergence(expected_TV, llm.logits(PROMPTS[-1])) < KL
+        assert near_share(llm) > 0.97
+        if "attention_dp" in options:
+            manager = llm.engine.scheduler.manager
+            assert isinstance(manager, RankManagers)
+            assert all(one.stats.lookup_tokens for one in manager.managers), "a GPU had no request"
+        else:
+            assert llm.engine.runner.graphs is not None
