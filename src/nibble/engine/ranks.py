@@ -55,7 +55,7 @@ POLL_S = 0.2
 """Between two looks. A rank that ends, or says why it fails, is noticed at once."""
 STOP_S, KILL_S = 5.0, 2.0
 """Given to a rank to end by itself, and once it is killed."""
-EXPLAIN_S, NOTICE_S = 2.0, 10.0
+EXPLAIN_S, NOTICE_S = 5.0, 10.0
 """How long an error waits for the sign that another rank ended, and for the thread that watches to say why."""
 COUNT = struct.Struct("qqq")
 """What a rank notes: messages that it has taken up, those that it has done, and that it lives (BEAT_S)."""
