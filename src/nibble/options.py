@@ -40,6 +40,8 @@ class ConfigOptions(TypedDict, total=False):
     quantized_weights: str
     activations: str
     tp: int
+    expert_parallel: bool
+    attention_dp: bool
     kv_memory: str | int | None
     gpu_memory_utilization: float | None
     threads: int | None

@@ -148,6 +148,15 @@ def test_a_long_step_is_no_hang(divided: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert divided.generate(PROMPT, max_tokens=2).completions[0].finish_reason == "length"
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal; what runs in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
     divided: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +180,7 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
     assert divided.generate(PROMPT, **options).completions[0].token_ids == expected
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_step_that_is_left_midway_is_the_last_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         here = ranks_of(llm).here

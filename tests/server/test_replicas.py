@@ -116,7 +116,7 @@ def test_a_killed_replica_takes_only_its_own_requests(tmp_path: Path, server: st
             stream.join(300)
         lost = [stream for stream in streams if stream.error]
         assert 0 < len(lost) == shares[0] < len(streams)
-        assert all(stream.error == PROCESS_ENDED for stream in lost)
+        assert all(stream.error.startswith(PROCESS_ENDED) for stream in lost)
         # The others, and the other half of those that were killed, say what one engine says.
         reference = {prompt: complete(server, prompt, TOKENS) for prompt in dict.fromkeys(PROMPTS[:4])}
         for prompt, stream in zip(PROMPTS, streams, strict=True):

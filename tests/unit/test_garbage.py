@@ -61,7 +61,8 @@ def test_what_the_host_has_frozen_stays_frozen() -> None:
     count = gc.get_freeze_count()
     with pause_gc():
         pass
-    assert gc.get_freeze_count() == count > 0
+    # Some of them may have ended meanwhile; unfreeze() would leave none.
+    assert gc.get_freeze_count() > count / 2 > 0
 
 
 def test_public_names_are_imported_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

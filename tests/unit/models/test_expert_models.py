@@ -19,7 +19,7 @@ def served(model: nn.Module) -> int:
     """Let our function compute the model's experts, as serve_experts does on a GPU."""
     modules = [module for module in model.modules() if hasattr(module, "is_transposed")]
     for module in modules:
-        module.config._experts_implementation = experts._NAME  # type: ignore[union-attr]
+        module.config._experts_implementation = experts.NAME  # type: ignore[union-attr]
         experts._set_gate(module)
     return len(modules)
 

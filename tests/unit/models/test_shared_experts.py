@@ -26,7 +26,7 @@ def block(**sizes: Any) -> Any:
     """A block whose router and experts kernels compute, as on a GPU."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_next", **{**SIZES, **sizes})
-    config._experts_implementation = experts_of_models._NAME
+    config._experts_implementation = experts_of_models.NAME
     made: Any = Qwen3NextSparseMoeBlock(config).to(torch.bfloat16).eval()
     for weight in made.parameters():
         weight.data.normal_(std=0.2)
