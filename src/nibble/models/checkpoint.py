@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -85,18 +86,16 @@ def load(
     quantization = online.quantization_to(weights) if weights else None
     if packer and (stored := quantization or parse(quantization_entry(config))):
         compile_ahead(config, stored, packer)
-    places, whole = set[str](), getattr(torch, dtype) if division else None
-    source = partial(
-        _source, config, path, torch.device(device), handling, packer, quantization, places, whole
-    )
-    model = _read(source, model_spec, path, dtype, division)
+    whole = getattr(torch, dtype) if division else None
+    reading = Reading(config, path, torch.device(device), handling, packer, quantization, whole)
+    model = _read(reading, model_spec, dtype, division)
     if packer:
         set_packed(model, packer)
         # The loader makes other tensors of some matrices, and some are of no linear layer.
         if others := packer.forget():
             packer.plain |= others
             del model  # two would not fit
-            model = _read(source, model_spec, path, dtype, division)
+            model = _read(reading, model_spec, dtype, division)
             set_packed(model, packer)
             if names := ", ".join(sorted(packer.forget())):
                 raise WeightError(f"no module of the model has the quantised matrices {names}")
@@ -105,7 +104,7 @@ def load(
         # What experts were put together of, which other memory could not use.
         torch.cuda.empty_cache()
     if quantization:
-        _quantize_others(model, quantization, packer, places if division else None)
+        _quantize_others(model, quantization, packer, reading.places if division else None)
     return model
 
 
@@ -135,18 +134,62 @@ def _quantize_others(
             )
 
 
-def _read(
-    open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str,
-    division: Division | None = None,
-) -> nn.Module:  # fmt: skip
+Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
+"""What Transformers is to load: a path or tensors by name, and the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a checkpoint is read."""
+
+    config: PretrainedConfig
+    path: str
+    device: torch.device
+    handling: Handling = Handling.UNPACKED
+    packer: Packer | None = None
+    """Keeps matrices that stay packed."""
+    quantization: Quantization | None = None
+    """Of matrices that are quantised as they load."""
+    whole: torch.dtype | None = None
+    """The compute dtype where all of these are quantised as they are read, as a rank needs a part of what is."""
+    places: set[str] = field(default_factory=set)
+    """Of those that were then."""
+
+    def open(self, files: ExitStack) -> Source:
+        """Return tensors with quantised ones unpacked or packed, or the path where Transformers reads it.
+
+        Transformers reads files of PyTorch, and weights that only it unpacks.
+        """
+        folder, entry = download(self.path), quantization_entry(self.config)
+        if str(entry.get("quant_method") or "") in READABLE and self.handling is not Handling.TRANSFORMERS:
+            return None, self._plain_config(), unpacked(folder, entry, self.device, files, self.packer)
+        if entry or not weight_files(folder):
+            return self.path, self.config, None
+        if self.quantization and (self.packer or self.whole):
+            choice = _choice(self.config, self.quantization)
+            how = self.packer, self.device, self.whole, self.places
+            return None, self.config, quantized(folder, choice, files, *how)
+        return None, self.config, stored_tensors(folder, self.device, files)
+
+    def _plain_config(self) -> PretrainedConfig:
+        """Return the config of the same model unquantised."""
+        plain = copy.deepcopy(self.config)
+        for part in (plain, plain.get_text_config()):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
+        return plain
+
+
+def _read(reading: Reading, model_spec: ModelSpec, dtype: str, division: Division | None = None) -> nn.Module:
     """Return the model as Transformers loads it, with placeholders for matrices that are kept packed.
 
     Its parameters are on the device, but for those that Transformers reads itself; buffers that no checkpoint has are
     computed on the host.
     """
+    path = reading.path
     try:
         with quiet(), ExitStack() as files:
-            source, config, tensors = open_source(files)
+            source, config, tensors = reading.open(files)
             facts = HeadFacts.of(config)
             if facts:
                 source, tensors = None, head_tensors(facts, tensors or _torch_tensors(download(path)))
@@ -190,41 +233,6 @@ def _read(
     _check_tensors(info, model_spec.model)
     loaded: nn.Module = model
     return loaded
-
-
-Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
-"""What Transformers is to load: a path or tensors by name, and the config."""
-
-
-def _source(
-    config: PretrainedConfig,
-    path: str,
-    device: torch.device,
-    handling: Handling,
-    packer: Packer | None,
-    quantization: Quantization | None,
-    places: set[str],
-    whole: torch.dtype | None,
-    files: ExitStack,
-) -> Source:
-    """Return the checkpoint's tensors with quantised ones unpacked or packed, or its path where Transformers reads it.
-
-    Transformers reads files of PyTorch, and weights that only it unpacks. `places` takes those of matrices that are
-    quantised as they are read; `whole` is the compute dtype where all are, as a rank needs a part of what is.
-    """
-    folder, entry = download(path), quantization_entry(config)
-    if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
-        if entry or not weight_files(folder):
-            return path, config, None
-        if quantization and (packer or whole):
-            choice = _choice(config, quantization)
-            return None, config, quantized(folder, choice, files, packer, device, whole, places)
-        return None, config, stored_tensors(folder, device, files)
-    plain = copy.deepcopy(config)
-    for part in (plain, plain.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
-    return None, plain, unpacked(folder, entry, device, files, packer)
 
 
 def _choice(config: PretrainedConfig, quantization: Quantization) -> online.Choice:

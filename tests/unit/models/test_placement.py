@@ -9,7 +9,6 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -38,10 +37,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def read(folder: Path, device: torch.device, dtype: str = "float32") -> nn.Module:
     """A model before it is prepared."""
     config = load_config(str(folder))
-    source = partial(
-        checkpoint._source, config, str(folder), device, Handling.UNPACKED, None, None, set(), None
-    )
-    return checkpoint._read(source, NAMED, str(folder), dtype)
+    return checkpoint._read(checkpoint.Reading(config, str(folder), device), NAMED, dtype)
 
 
 class Named:
@@ -257,10 +253,8 @@ def host_peak(folder: Path, handling: Handling, monkeypatch: pytest.MonkeyPatch)
     # What torch imports for its first copy to this device is no weight.
     torch.empty(2, device=META).copy_(torch.ones(2))
     config = load_config(str(folder))
-    source = partial(
-        checkpoint._source, config, str(folder), CPU if packer else META, handling, packer, None, set(), None
-    )
-    checkpoint._read(source, NAMED, str(folder), "bfloat16")
+    reading = checkpoint.Reading(config, str(folder), CPU if packer else META, handling, packer)
+    checkpoint._read(reading, NAMED, "bfloat16")
     monkeypatch.undo()
     assert not packer or kept() > 2 * SMALL_SHARD
     return max(peaks)
