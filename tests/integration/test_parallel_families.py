@@ -51,29 +51,29 @@ def saved(paths: dict[str, Path], name: str) -> Path:
     return paths[name]
 
 
-def compare(path: Path, tp: int, name: str) -> None:
+def compare(path: Path, name: str, *sizes: int) -> None:
     options = {"kv_format": "fp32", "kv_memory": "8MiB"}
     with served(path, 1, **options) as llm:
         logits_TV, expected = llm.logits(PROMPT), answers(llm)
-    with served(path, tp, **options) as llm:
-        spec = llm._engine_plan.model_spec
-        assert spec.tp == tp and (REPLICATED.get(name, "") in spec.replicated or not REPLICATED.get(name))
-        assert float((llm.logits(PROMPT) - logits_TV).abs().max()) < TOLERANCE
-        assert answers(llm) == expected
-        # Again, of which most is in the prefix cache.
-        assert answers(llm) == expected and llm.engine.scheduler.metrics.cache.hit_tokens > 0
+    for tp in sizes:
+        with served(path, tp, **options) as llm:
+            spec = llm._engine_plan.model_spec
+            assert spec.tp == tp and (REPLICATED.get(name, "") in spec.replicated or not REPLICATED.get(name))
+            assert float((llm.logits(PROMPT) - logits_TV).abs().max()) < TOLERANCE
+            assert answers(llm) == expected
+            # Again, of which most is in the prefix cache.
+            assert answers(llm) == expected and llm.engine.scheduler.metrics.cache.hit_tokens > 0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path]) -> None:
-    compare(saved(paths, name), CASES[name], name)
+    compare(saved(paths, name), name, CASES[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", sorted(parallel.VERIFIED))
-def test_every_family_that_may_be_divided(name: str, tp: int, paths: dict[str, Path]) -> None:
-    compare(saved(paths, name), tp, name)
+def test_every_family_that_may_be_divided(name: str, paths: dict[str, Path]) -> None:
+    compare(saved(paths, name), name, 2, 4)
 
 
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:
