@@ -22,6 +22,8 @@ from transformers.integrations.moe import ExpertsInterface
 from nibble.kernels import experts, triton_present
 from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
 from nibble.kernels.experts.matrices import TENSORS, PackedExperts
+from nibble.kernels.quantized_linear.quantize import rounded
+from nibble.kernels.weight_formats import WeightFormat
 
 NAME = "nibble_experts"
 """By which Transformers knows compute()."""
@@ -84,6 +86,15 @@ def single_matrices(name: str, weight_E: Tensor, *, is_transposed: bool) -> tupl
     if is_transposed:
         return (weight_E.transpose(1, 2),)
     return weight_E.chunk(2, 1) if name.endswith(_MATRICES[0]) else (weight_E,)
+
+
+def round_experts(
+    name: str, weight_E: Tensor, format: WeightFormat, block_rows: int, *, is_transposed: bool
+) -> None:
+    """Give matrices of all experts the errors of a format, in place; see single_matrices() and rounded()."""
+    for x_ENK in single_matrices(name, weight_E, is_transposed=is_transposed):
+        for x_NK in x_ENK:
+            x_NK.copy_(rounded(x_NK, format, block_rows))
 
 
 def packed_matrices(module: nn.Module) -> list[ExpertMatrices]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from nibble.kernels.quantized_linear.quantize import rounded
-from nibble.models.experts import expert_matrices, set_packed_experts, single_matrices
+from nibble.models.experts import expert_matrices, round_experts, set_packed_experts
 from nibble.models.linear import QuantizedLinear
 from nibble.models.pack import NotPackedError, Packer, require_finite
 from nibble.models.quantization import MatrixFormat, Quantization
@@ -61,6 +61,4 @@ def quantize_experts(model: nn.Module, format: MatrixFormat, packer: Packer | No
         except NotPackedError:
             for name, weight_E in weights.items():
                 require_finite(name, weight_E)
-                singles = single_matrices(name, weight_E, is_transposed=is_transposed)
-                for weight_NK in (x_NK for x_ENK in singles for x_NK in x_ENK):
-                    weight_NK.copy_(rounded(weight_NK, format.packed, format.block_rows))
+                round_experts(name, weight_E, format.packed, format.block_rows, is_transposed=is_transposed)

@@ -34,7 +34,7 @@ from nibble.errors import ConfigError, WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
 from nibble.kernels.quantized_linear.quantize import rounded
 from nibble.models import online, pack
-from nibble.models.experts import single_matrices
+from nibble.models.experts import round_experts
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
 from nibble.models.online import Choice
@@ -233,9 +233,7 @@ def _as_quantized(name: str, weight: Tensor, choice: Choice, *, is_transposed: b
     if weight.dim() == 2:
         return rounded(weight, format.packed, format.block_rows)
     weight_E = weight.clone()
-    for x_ENK in single_matrices(name, weight_E, is_transposed=is_transposed):
-        for x_NK in x_ENK:
-            x_NK.copy_(rounded(x_NK, format.packed, format.block_rows))
+    round_experts(name, weight_E, format.packed, format.block_rows, is_transposed=is_transposed)
     return weight_E
 
 
