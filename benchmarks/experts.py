@@ -78,7 +78,7 @@ def blocks(name: str, format: str, device: str) -> list[nn.Module]:
             parameter.requires_grad_(False).normal_(std=parameter.shape[-1] ** -0.5)
         # On a GPU with the gate that is found, as a model is served.
         if not experts.serve_experts(block):
-            serve([block], experts._NAME)
+            serve([block], experts.NAME)
         routers.serve_routers(block)
         made.append(block.eval())
     return made
@@ -103,7 +103,7 @@ def own_output(block: nn.Module, x: Tensor) -> Tensor:
     """Return what the family's own code computes, one expert after the other."""
     serve([block], "eager")
     y = output_of(block(x))
-    serve([block], experts._NAME)
+    serve([block], experts.NAME)
     return y
 
 
@@ -367,7 +367,7 @@ def main() -> None:
                 if format == BF16 and options.peer:
                     serve(made, "grouped_mm" if device == "cuda" else "eager")
                     theirs, *_ = microseconds(made, x)
-                    serve(made, experts._NAME)
+                    serve(made, experts.NAME)
                 if options.variants:
                     check_router(made[0], x)
                     print(f"{name} {format}, {tokens} tokens, {need:.1f} us of bytes:", flush=True)
