@@ -1,7 +1,7 @@
 """What a step that verifies drafts takes beside one that decodes, and what a forced share of accepted drafts brings.
 
     python benchmarks/verify_steps.py [--model llama-3.1-8b] [--scheme nvfp4] [--requests 1,8,32,128] [--context 8K]
-        [--drafts 3] [--accept 0.7] [--head]
+        [--drafts 3] [--accept 0.7] [--head] [--kernels]
 
 Random weights, and a drafter that costs nothing, or with --head an EAGLE-3 head of the model's shape that really runs,
 over a cache in the same scheme. Whether a draft is accepted is decided by a coin, and everything else is the engine's
@@ -31,6 +31,7 @@ from unittest import mock
 
 import engine_load as load
 import paged
+import step_kernels
 import torch
 from random_models import head_folder, served
 from report import markdown
@@ -47,7 +48,7 @@ EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
 SAME = 0.03
 """Most by which logits of a step differ with and without a record, norm over norm."""
-STEPS, LONG, WARMUP, REPLAYS = 32, 160, 8, 20
+STEPS, LONG, WARMUP, REPLAYS, ROWS = 32, 160, 8, 20, 24
 STEP_FLOORS = {1: 1.10, 8: 1.15, 32: 1.25}
 """Most times a decode step that a step with three drafts may take."""
 FORCED_FLOORS, NEVER_FLOORS = {1: 1.8, 8: 1.6}, {1: 0.97, 8: 0.97, 32: 0.97, 128: 0.98}
@@ -165,6 +166,23 @@ def device_ms(llm: LLM, size: Any) -> float:
     return start.elapsed_time(end) / REPLAYS
 
 
+def compare_kernels(llm: LLM, decode: Any, verify: Any) -> None:
+    """Print the kernels of both recorded steps, those of the step with drafts by their time."""
+    replay = llm.engine.runner.graphs.replay
+    plain, drafts = (step_kernels.kernel_times(lambda: replay(size)) for size in (decode, verify))  # noqa: B023
+    rows = [
+        (name[: step_kernels.NAME], *of_kernel(plain, name), *of_kernel(drafts, name))
+        for name in sorted({*plain, *drafts}, key=lambda name: -drafts.get(name, (0, 0.0))[1])
+    ]
+    print(markdown(("kernel", f"in {decode}", "us", f"in {verify}", "us"), rows[:ROWS]), flush=True)
+
+
+def of_kernel(times: dict[str, tuple[int, float]], name: str) -> tuple[int, str]:
+    """How often it ran, and its microseconds."""
+    count, spent = times.get(name, (0, 0.0))
+    return count, f"{spent:.0f}"
+
+
 def check(llm: LLM, context: int, drafter: Any) -> float:
     """How far logits of recorded steps with drafts are from those of the same steps without a record."""
     runner, worst = llm.engine.runner, [0.0]
@@ -226,6 +244,8 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
         with accepting(0.0), sure(options.accept):
             never = once(options.long)
         size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), "")
+        if options.kernels and size:
+            compare_kernels(llm, plain.sizes[-1], size)
         of_decode = f" ({device_ms(llm, plain.sizes[-1]):.3f})" if plain.sizes else ""
         of_verify = f" ({device_ms(llm, size):.3f}) {size}" if size else ""
         fits = 256 // requests > drafts and not options.head
@@ -271,6 +291,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--accept", type=float, default=0.7)
     parser.add_argument("--head", action="store_true", help="an EAGLE-3 head of random weights drafts")
+    parser.add_argument("--kernels", action="store_true", help="show the kernels of both recorded steps")
     parser.add_argument("--answer", type=int, default=512, help="tokens of an answer, which no run gets to")
     parser.add_argument("--steps", type=int, default=STEPS, help="with drafts")
     parser.add_argument(
