@@ -76,7 +76,13 @@ class Variant:
             "SOFTCAP": int(self.softcap),
             "LSE": int(self.lse),
             "JOIN": int(self.join),
+            "QUERIES_IN_REGISTERS": int(self.queries_in_registers),
         }
+
+    @property
+    def queries_in_registers(self) -> bool:
+        """Return whether a warp's queries are in registers, and not in shared memory."""
+        return self.columns <= WIDTHS[0] or (self.columns <= WIDTHS[1] and self.warps <= 8)
 
     def shared_bytes(self, batch: int) -> int:
         """Return the dynamic shared memory for a batch: tiles and barriers of all warps, and sums of tiles."""

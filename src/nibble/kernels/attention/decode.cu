@@ -11,6 +11,7 @@
 //   SOFTCAP                 1: scores are capped
 //   LSE                     1: the log-sum-exp is stored too, and values in float32
 //   JOIN                    1: attention over other keys is merged into the output
+//   QUERIES_IN_REGISTERS    1: a warp's queries are in registers; 0: in shared memory
 //   PAGE                    slots of a page: 16, 32, 64 or 128
 // Kernel: decode(...), a grid of one block per multiprocessor, 32 * WARPS threads, dynamic shared memory as
 // cuda.py says.
@@ -235,9 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
   // their last, and then what those have left. Two such (request, head)s at most have partial results of the
   // same eight blocks: one that begins there, and one that does not.
-  int* const eight_counters = counters;
-  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
   __syncthreads();
+  SharedColumn own{};  // Of two (request, head)s at most. A lane has one: all wait for memory at the same time.
+  int num_shared = 0;
   for (int position = block_begin, turn = 0; position < block_end;) {
     TileCursor segment;
     segment.seek(batch, batch_size, position);
@@ -251,43 +252,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
     // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
     const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
+    const Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
+                        last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
     for (int column = 0; column < columns && !(is_all && first_warp == last_warp); column++) {
       if (turn++ % WARPS != warp) continue;
-      Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
-                    last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
-      u8* to = own_partial;
-      // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost
-      // more than the loop.
-#pragma unroll 1
-      for (bool of_eight = true;; of_eight = false) {
-        merge_partials(from, to, output, first_row, segment.head, column, lane);
-        if (!to) break;
-        const int first_block = blocks.owner(start), last_block = blocks.owner(stop - 1);
-        const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
-        const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
-        of_eight &= two_rounds;
-        const int first = of_eight     ? max(first_block, eight * MERGE_BLOCKS)
-                          : two_rounds ? first_eight * MERGE_BLOCKS
-                                       : first_block;
-        const int members = of_eight ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
-                            : two_rounds ? last_block / MERGE_BLOCKS - first_eight + 1
-                                         : last_block - first_block + 1;
-        int* counter = of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
-                                : counters + (segment.request * kv_heads + segment.head) * COLUMNS;
-        int is_last = 0;
-        __threadfence();  // the partial result is visible before it is counted
-        __syncwarp();
-        if (lane == 0 && (is_last = atomicAdd(counter + column, 1) == members - 1)) counter[column] = 0;
-        if (!__shfl_sync(ALL_LANES, is_last, 0)) break;
-        __threadfence();  // and those of others are read after they were counted
-        u8* const of_first_block = block_partials + (2 * first_block + 1) * PARTIAL_BYTES;
-        u8* const of_others = block_partials + 2 * first * PARTIAL_BYTES;
-        const bool with_first_block = !of_eight || first == first_block;
-        from = {of_others, of_first_block, 2 * (two_rounds && !of_eight ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
-                with_first_block ? 0 : -1, members};
-        to = !of_eight ? nullptr : with_first_block ? of_first_block : of_others;
-      }
+      merge_partials(from, own_partial, output, first_row, segment.head, column, lane);
+      if (!is_all && lane == num_shared++) own = {first_row, segment.request, segment.head, column, start, stop};
     }
     position = end;
+  }
+  int* const eight_counters = counters;
+  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
+  const int first_block = blocks.owner(own.start), last_block = blocks.owner(max(own.stop - 1, 0));
+  const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
+  const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
+  bool of_eight = two_rounds, is_last = lane < num_shared;
+  while (__any_sync(ALL_LANES, is_last)) {
+    const int first = of_eight     ? max(first_block, eight * MERGE_BLOCKS)
+                      : two_rounds ? first_eight * MERGE_BLOCKS
+                                   : first_block;
+    const int members = of_eight ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
+                        : two_rounds ? last_block / MERGE_BLOCKS - first_eight + 1
+                                     : last_block - first_block + 1;
+    int* const counter = own.column + (of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
+                                                : counters + (own.request * kv_heads + own.head) * COLUMNS);
+    __threadfence();  // the partial result is visible before it is counted
+    __syncwarp();
+    is_last = is_last && atomicAdd(counter, 1) == members - 1;
+    if (is_last) *counter = 0;
+    u32 waiting = __ballot_sync(ALL_LANES, is_last);
+    __threadfence();  // and those of others are read after they were counted
+#pragma unroll 1
+    for (; waiting; waiting &= waiting - 1) {
+      const int lane_of = __ffs(waiting) - 1;
+      auto its = [&](int x) { return __shfl_sync(ALL_LANES, x, lane_of); };
+      const int its_first = its(first), its_first_block = its(first_block), for_eight = its(of_eight);
+      const bool with_first_block = !for_eight || its_first == its_first_block;
+      u8* const of_first_block = block_partials + (2 * its_first_block + 1) * PARTIAL_BYTES;
+      u8* const of_others = block_partials + 2 * its_first * PARTIAL_BYTES;
+      const int stride = 2 * (its(two_rounds) && !for_eight ? MERGE_BLOCKS : 1) * PARTIAL_BYTES;
+      const Partials from{of_others, of_first_block, stride, with_first_block ? 0 : -1, its(members)};
+      u8* const to = !for_eight ? nullptr : with_first_block ? of_first_block : of_others;
+      merge_partials(from, to, output, its(own.first_row), its(own.head), its(own.column), lane);
+    }
+    is_last = is_last && of_eight;
+    of_eight = false;
   }
 }
