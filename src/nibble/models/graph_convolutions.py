@@ -10,7 +10,7 @@ Shape suffixes: T tokens, C channels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 """Operators that move values and change none."""
+_INPUT_VALUES = "eager_input_vals"
+"""Where a node has its arguments as they were traced: inductor gives an operator inputs with their strides."""
 _TOKENS = 3
 """Of the run over numbers."""
 assert operators  # which defines the operators
@@ -134,11 +136,18 @@ def _size(node: fx.Node, tokens: Any) -> int:
 
 def _replace(graph: fx.Graph, conv: fx.Node, rule: fx.Node, places: list[int]) -> None:
     """Put the joined operator in the place of both; places: as Convolution has them, and `share`."""
-    x, weight, bias, activation = conv.args[:4]
     heads, rows = rule.meta["val"].shape[1:]
-    arguments = (x, weight, bias, activation, places, *rule.args[3:], heads, rows)
     with graph.inserting_before(rule):
-        joined = graph.call_function(_JOINED, arguments)
+        joined = graph.call_function(_JOINED, _join(conv.args, rule.args, places, heads, rows))
     joined.meta = dict(rule.meta)
+    if _INPUT_VALUES in rule.meta:
+        values = (node.meta[_INPUT_VALUES][0] for node in (conv, rule))
+        joined.meta[_INPUT_VALUES] = (_join(*values, None, None, None), {})
     rule.replace_all_uses_with(joined)
     graph.erase_node(rule)
+
+
+def _join(conv: Sequence[Any], rule: Sequence[Any], *own: Any) -> tuple[Any, ...]:
+    """Return the joined operator's arguments by those of both; own: places, heads, rows."""
+    places, heads, rows = own
+    return (*conv[:4], places, *rule[3:], heads, rows)
