@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
-from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
+from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tiling_of
 from nibble.kernels.experts import cuda as experts
 from nibble.kernels.experts.gate import CLAMPED, SILU
 from nibble.kernels.experts.matrices import PackedExperts
@@ -37,9 +37,8 @@ ARCHS = sorted({arch for row in ROWS for arch in row.arch or ()})
 def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int = 8) -> Variant:
     key, _, value = name.partition(":")
     k, v = FORMATS[key], FORMATS[value or key]
-    warps = warps_of_block(k, v, dim, columns, SHARED[arch])
-    tile = tokens_of_tile(k, columns)
-    return Variant(dim, k, v, columns, tile, warps, page, bf16=True, softcap=columns == 16)
+    tiling = tiling_of(k, v, dim, columns, SHARED[arch])
+    return Variant(dim, k, v, columns, tiling, page, bf16=True, softcap=columns == 16)
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,41 @@ constexpr int WARP_BYTES = TILE_BYTES + Queries::BYTES;
 // eights.
 constexpr int MERGE_BLOCKS = 8;
 
+// A (request, head), and its tiles in the line of all.
+struct Head {
+  int request, head, start, stop;
+
+  DEVICE Head(const Batch& batch, int batch_size, int position) {
+    TileCursor it;
+    it.seek(batch, batch_size, position);
+    request = it.request;
+    head = it.head;
+    start = position - it.tile;
+    stop = start + it.num_tiles;
+  }
+};
+
+// The blocks that have a (request, head), and whose parts are merged in the first round of blocks or the second.
+struct Members {
+  bool of_eight, of_eights;
+  int first_block, first, count;
+
+  DEVICE Members(const Head& it, const EvenSplit& blocks, bool is_first_round) {
+    const int last_block = blocks.owner(it.stop - 1), eight = blockIdx.x / MERGE_BLOCKS;
+    first_block = blocks.owner(it.start);
+    const int first_eight = first_block / MERGE_BLOCKS;
+    const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
+    of_eight = two_rounds && is_first_round;
+    of_eights = two_rounds && !is_first_round;
+    first = of_eight    ? max(first_block, eight * MERGE_BLOCKS)
+            : of_eights ? first_eight * MERGE_BLOCKS
+                        : first_block;
+    count = of_eight    ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
+            : of_eights ? last_block / MERGE_BLOCKS - first_eight + 1
+                        : last_block - first_block + 1;
+  }
+};
+
 // Requests of no tokens have outputs of zeros, or what they have from other keys. thread: threadIdx.x, which is read in the kernel, as its
 // launch bounds tell the compiler there how large it can be.
 DEVICE void clear_empty_requests(const Batch& batch, const Output& output, int batch_size, u32 thread) {
@@ -232,70 +267,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   clear_empty_requests(batch, output, batch_size, threadIdx.x);
 
   // --- merge
-  // What several warps have of a (request, head) is merged here, each column by one warp. What several blocks
-  // have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
-  // their last, and then what those have left. Two such (request, head)s at most have partial results of the
-  // same eight blocks: one that begins there, and one that does not.
-  __syncthreads();
-  SharedColumn own{};  // Of two (request, head)s at most. A lane has one: all wait for memory at the same time.
-  int num_shared = 0;
-  for (int position = block_begin, turn = 0; position < block_end;) {
-    TileCursor segment;
-    segment.seek(batch, batch_size, position);
-    const int start = position - segment.tile, stop = start + segment.num_tiles;  // of the (request, head)
-    const int begin = max(start, block_begin), end = min(stop, block_end);        // what the block has of it
-    const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
-    const bool is_all = start >= block_begin && stop <= block_end;
-    const int columns = batch.num_queries(segment.request) * group_size;
-    const int first_row = batch.first_row(segment.request);
-    u8* const own_partial =
-        is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
-    // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
-    const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
-    const Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
-                        last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
-    for (int column = 0; column < columns && !(is_all && first_warp == last_warp); column++) {
-      if (turn++ % WARPS != warp) continue;
-      merge_partials(from, own_partial, output, first_row, segment.head, column, lane);
-      if (!is_all && lane == num_shared++) own = {first_row, segment.request, segment.head, column, start, stop};
-    }
-    position = end;
-  }
+  // What several warps have of a (request, head) is merged first, each column by one warp, and then what several
+  // blocks have, by the block that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by their last,
+  // and then what those have left. Two such (request, head)s at most have partial results of the same eight blocks: one
+  // that begins there, and one that does not.
+  //
+  // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost more than
+  // the loop. One thread counts, between barriers: a fence of each warp takes longer.
   int* const eight_counters = counters;
-  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
-  const int first_block = blocks.owner(own.start), last_block = blocks.owner(max(own.stop - 1, 0));
-  const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
-  const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
-  bool of_eight = two_rounds, is_last = lane < num_shared;
-  while (__any_sync(ALL_LANES, is_last)) {
-    const int first = of_eight     ? max(first_block, eight * MERGE_BLOCKS)
-                      : two_rounds ? first_eight * MERGE_BLOCKS
-                                   : first_block;
-    const int members = of_eight ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
-                        : two_rounds ? last_block / MERGE_BLOCKS - first_eight + 1
-                                     : last_block - first_block + 1;
-    int* const counter = own.column + (of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
-                                                : counters + (own.request * kv_heads + own.head) * COLUMNS);
-    __threadfence();  // the partial result is visible before it is counted
-    __syncwarp();
-    is_last = is_last && atomicAdd(counter, 1) == members - 1;
-    if (is_last) *counter = 0;
-    u32 waiting = __ballot_sync(ALL_LANES, is_last);
-    __threadfence();  // and those of others are read after they were counted
+  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS);
+  __shared__ int is_last[2];
+  // Bits, of what is shared with other blocks: 1 for the (request, head) that begins before the block, 2 for the one
+  // that begins in it.
+  int waiting = 0;
 #pragma unroll 1
-    for (; waiting; waiting &= waiting - 1) {
-      const int lane_of = __ffs(waiting) - 1;
-      auto its = [&](int x) { return __shfl_sync(ALL_LANES, x, lane_of); };
-      const int its_first = its(first), its_first_block = its(first_block), for_eight = its(of_eight);
-      const bool with_first_block = !for_eight || its_first == its_first_block;
-      u8* const of_first_block = block_partials + (2 * its_first_block + 1) * PARTIAL_BYTES;
-      u8* const of_others = block_partials + 2 * its_first * PARTIAL_BYTES;
-      const int stride = 2 * (its(two_rounds) && !for_eight ? MERGE_BLOCKS : 1) * PARTIAL_BYTES;
-      const Partials from{of_others, of_first_block, stride, with_first_block ? 0 : -1, its(members)};
-      u8* const to = !for_eight ? nullptr : with_first_block ? of_first_block : of_others;
-      merge_partials(from, to, output, its(own.first_row), its(own.head), its(own.column), lane);
+  for (int round = 0; round == 0 || waiting; round++) {
+    __syncthreads();
+    if (round > 0) {
+      const int side = threadIdx.x;
+      if (side < 2 && (waiting >> side & 1)) {
+        const Head it(batch, batch_size, side ? block_end - 1 : block_begin);
+        const Members those(it, blocks, round == 1);
+        const int eight = blockIdx.x / MERGE_BLOCKS;
+        int* const counter = those.of_eight
+                                 ? eight_counters + 2 * eight + (eight == those.first_block / MERGE_BLOCKS)
+                                 : counters + it.request * kv_heads + it.head;
+        __threadfence();  // the partial results are visible before they are counted
+        is_last[side] = atomicAdd(counter, 1) == those.count - 1;
+        if (is_last[side]) *counter = 0;
+        __threadfence();  // and those of others are read after they were counted
+      }
+      __syncthreads();
     }
-    is_last = is_last && of_eight;
-    of_eight = false;
+    for (int position = block_begin, turn = 0; position < block_end;) {
+      const Head it(batch, batch_size, position);
+      const int begin = max(it.start, block_begin), end = min(it.stop, block_end);  // what the block has of it
+      const int side = it.start >= block_begin;
+      const bool is_shared = it.start < block_begin || it.stop > block_end;
+      Partials from;
+      u8* to;
+      bool merges;
+      if (round == 0) {
+        const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
+        // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
+        const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
+        from = {smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
+                last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
+        to = is_shared ? block_partials + (2 * blockIdx.x + side) * PARTIAL_BYTES : nullptr;
+        merges = is_shared || first_warp != last_warp;
+        waiting |= is_shared << side;
+      } else {
+        const Members those(it, blocks, round == 1);
+        const bool has_first_block = those.of_eights || those.first == those.first_block;
+        u8* const of_first_block = block_partials + (2 * those.first_block + 1) * PARTIAL_BYTES;
+        u8* const of_others = block_partials + 2 * those.first * PARTIAL_BYTES;
+        from = {of_others, of_first_block, 2 * (those.of_eights ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
+                has_first_block ? 0 : -1, those.count};
+        to = !those.of_eight ? nullptr : has_first_block ? of_first_block : of_others;
+        merges = is_shared && (waiting >> side & 1) && is_last[side];
+        if (is_shared && !(merges && those.of_eight)) waiting &= ~(1 << side);
+      }
+      const int columns = merges ? batch.num_queries(it.request) * group_size : 0, first_row = batch.first_row(it.request);
+      for (int column = 0; column < columns; column++) {
+        if (turn++ % WARPS == warp) merge_partials(from, to, output, first_row, it.head, column, lane);
+      }
+      position = round == 0 ? end : max(end, block_end - 1);
+    }
   }
 }

@@ -31,11 +31,6 @@ struct Partials {
   DEVICE u8* operator[](int k) const { return k == odd ? odd_one : first + k * stride; }
 };
 
-// A column of a (request, head) that several blocks share: its first query's row, and its tiles in the line of all.
-struct SharedColumn {
-  int first_row, request, head, column, start, stop;
-};
-
 // Volatile loads go past the L1 cache, which does not know what other blocks write.
 DEVICE float4 load_uncached(const float4* p) {
   float4 x;
