@@ -209,8 +209,8 @@ def gate(llm: LLM, prompt: list[int], expected_TV: torch.Tensor, bound: float) -
         below = max(below, float((gap / logits_TV.std(-1)).max()))
     if not below <= max(FAR, ROUNDED * off):
         raise SystemExit(
-            f"a decode step chose a token {below:.2f} deviations below the best, with logits off by {off:.1e}: no timing "
-            "is worth it"
+            f"a decode step chose a token {below:.2f} deviations below the best, with logits off by {off:.1e}: "
+            "no timing is worth it"
         )
     return off, below
 
