@@ -84,13 +84,16 @@ def accepting(share: float) -> Iterator[None]:
 @contextmanager
 def sure(chance: float) -> Iterator[None]:
     """Let a head take each of its drafts for as likely as this; all that drawing takes is done."""
-    draw = DraftHead._draw
+    draw, read = DraftHead._draw, DraftHead._read
 
     def run(self: DraftHead, tracks: Sequence[Any], logits_SV: torch.Tensor) -> tuple[list[int], list[float]]:
         tokens, chances = draw(self, tracks, logits_SV)
         return tokens, [chance] * len(chances)
 
-    with mock.patch.object(DraftHead, "_draw", run):
+    def run_recorded(self: DraftHead, *arguments: Any) -> list[tuple[list[int], list[float]]]:
+        return [(tokens, [chance] * len(chances)) for tokens, chances in read(self, *arguments)]
+
+    with mock.patch.object(DraftHead, "_draw", run), mock.patch.object(DraftHead, "_read", run_recorded):
         yield
 
 

@@ -323,7 +323,7 @@ def test_heads_compile(named: dict[str, Any]) -> None:
 
     from nibble.models.forward import compiled
 
-    for name in ("raw", "glm4_moe"):
+    for name in ("raw", "mimo"):
         torch._dynamo.reset()
         counters.clear()
         model, drafter, reference = named[name]
@@ -332,5 +332,5 @@ def test_heads_compile(named: dict[str, Any]) -> None:
         forward._run = compiled(forward.head, "aot_eager")
         with overheard() as said:
             answers(llm, PROMPTS[:3], **{**GREEDY, "max_tokens": 6})
-        assert error(said[:12], reference()) < 1e-4
+        assert len(said) > 12 and error(said[:12], reference()) < 1e-4
         assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
