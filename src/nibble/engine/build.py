@@ -31,7 +31,7 @@ from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup, head_start, parallel_plan
 from nibble.engine.cache_books import cache_manager
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure, tokens_of_start
-from nibble.engine.draft_head import HeadForward
+from nibble.engine.draft_steps import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.memory_check import explain_out_of_memory
@@ -506,7 +506,9 @@ def _engine(
     make_tables = partial(
         PageTables, config.max_running + 1, budget.table_width, empty_page=empty_page, has_states=states is not None
     )  # fmt: skip
-    run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
+    run = _forward(config, hardware, model)
+    if split_head(config.model)[0]:
+        run = HeadForward(model, run, config.max_running + 1)
     eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
     tables = make_tables(device=hardware.device)
     runner = ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
@@ -535,7 +537,9 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
         return None
     if config.deterministic:
         return compiled(model, invariant.backend) if config.compile else plain_invariant(model)
-    return compiled(model, keep=config.compile_cache) if config.compile else None
+    # What a head shares with its model is not among what a file of code is found by.
+    keep = config.compile_cache and not split_head(config.model)[0]
+    return compiled(model, keep=keep) if config.compile else None
 
 
 def run_prompt(
