@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from torch._inductor.runtime import compile_tasks
 
+from nibble.kernels import ahead
 from nibble.models import compile_cache
 from nibble.models.compile_cache import ASSEMBLER_VARIABLE
 
@@ -50,3 +51,11 @@ def test_what_the_user_has_chosen_stays(tmp_path: Path) -> None:
     os.environ.update(chosen := {name: str(tmp_path / name) for name in names})
     compile_cache.use_cache_folder()
     assert {name: os.environ[name] for name in names} == chosen
+
+
+def test_what_names_kernels_is_computed_meanwhile() -> None:
+    key = pytest.importorskip("triton.runtime.cache").triton_key
+    key.cache_clear()
+    compile_cache.begin(compiles=False, keep=True)
+    ahead.finish()
+    assert key.cache_info().currsize == 1
