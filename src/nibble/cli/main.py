@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 import nibble
-from nibble.bytecode import keep_bytecode
 from nibble.cli import bench, docs, evaluate, generate, plan, precision, serve
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command, unwrap
 from nibble.errors import PLAN, set_caller
@@ -84,8 +83,7 @@ def run() -> None:
     if sys.argv[1:2] == ["plan"]:
         atexit.register(end)
     try:
-        with keep_bytecode():
-            app(prog_name="nibble")
+        app(prog_name="nibble")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else FAILED if error.code else 0
         raise
