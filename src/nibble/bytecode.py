@@ -54,12 +54,15 @@ def _folder_needed() -> str | None:
     spec = find_spec(LARGE)
     if spec is None or spec.origin is None:
         return None
-    folder = str(_folder(Path(spec.origin)))
-    if sys.pycache_prefix is not None:
-        # This one's own, of the process that started this one.
-        return folder if sys.pycache_prefix == folder else None
     is_left = not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)
-    return None if is_left or _has_bytecode(spec) else folder
+    if sys.pycache_prefix is None and (is_left or _has_bytecode(spec)):
+        return None
+    try:
+        folder = str(_folder(Path(spec.origin)))
+    except RuntimeError:  # there is no home folder
+        return None
+    # A prefix may be this very folder: that of the process that started this one.
+    return folder if sys.pycache_prefix in (None, folder) else None
 
 
 def _folder(source: Path) -> Path:
