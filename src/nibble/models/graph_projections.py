@@ -180,7 +180,7 @@ def _runs(sources: Tensor) -> Runs:
 
 def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
     """Return the products and parameters that a node is made of, by operators in `between`, or pointwise ones."""
-    leaves, seen, stack = list[fx.Node](), {node}, [node]
+    leaves, visited, stack = list[fx.Node](), {node}, [node]
     while stack:
         current = stack.pop()
         if current.target in _PRODUCTS or (current.op in _INPUTS and _is_tensor(current)):
@@ -192,8 +192,8 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
             if _is_tensor(current):
                 raise NotMovedError
             continue
-        new = [source for source in current.all_input_nodes if source not in seen]
-        seen.update(new)
+        new = [source for source in current.all_input_nodes if source not in visited]
+        visited.update(new)
         stack += new
     if between is not None and (len(leaves) != 1 or leaves[0].op in _INPUTS):
         raise NotMovedError

@@ -512,7 +512,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nibble.kernels import GPU
-from nibble.kernels.recurrence import conv, copies, decode, mamba, tiles
+from nibble.kernels.recurrence import conv, copies, decode, mamba, project, tiles
 from nibble.kernels.recurrence import triton as any_cut
 
 CODES = {"fp32": ("fp32", 4, 0.0), "bf16": ("bf16", 2, 0.0), "fp8": ("fp8e4nv", 1, 448.0), "int8": ("i8", 1, 127.0)}
@@ -528,7 +528,7 @@ def compiled(kernel, types, fixed, warps, stages=3):
     options = dict(num_warps=warps, num_stages=stages, launch_pdl=True)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False):
+def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False, projected=False):
     code, itemsize, max_code = CODES[format]
     half = dict.fromkeys(("q", "k", "v", "keys", "out"), dtype)
     full = dict.fromkeys(("log_decay", "beta", "sums", "weights", "scales", "decays"), "fp32")
@@ -549,6 +549,14 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
             ints = ("x_stride_T", "inputs_stride_S", "weight_stride_C", "weight_stride_W", "channels", "TAPS", "PLACES",
                     "SILU", "Q_AT", "K_AT", "V_AT", "SHARE")
             fixed |= dict.fromkeys(("x", "inputs", "weight", "bias")) | dict.fromkeys(ints, 0)
+        gates = dict.fromkeys(("a", "b", "paces", "offsets"), dtype)
+        runs = ((0, 128, 768), (128, 128, 768), (256, 256, 768), (12290, 2, 4), (12288, 2, 4))  # as Qwen3-Next has them
+        fixed |= dict(zip(project.RUN_CONSTANTS, (n for run in runs for n in run)), GATES=projected)
+        if projected:
+            types |= gates
+            fixed |= dict(log_decay=None, beta=None, log_decay_stride_T=0, beta_stride_T=0)
+        else:
+            fixed |= dict.fromkeys(gates) | dict(a_stride_T=0, b_stride_T=0)
         fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,
                       LINES=tile.rows * columns // line, LINE_VALUES=line)
@@ -578,12 +586,12 @@ def compile_for_sm90(code: str) -> list[list[str]]:
 def test_decodes_load_whole_lines_and_ask_for_the_matrix_before_they_wait() -> None:
     """Compiled as for a GPU, which none is needed for."""
     lines = compile_for_sm90("""
-for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True)]:
-    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", convolved)
+for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True), ("int8", 2), ("fp32", 2)]:
+    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", bool(convolved), convolved == 2)
     early, rest = ptx.split("griddepcontrol.wait")
     print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"), "local" in ptx)
 """)
-    assert len(lines) == len(FORMATS) + 2
+    assert len(lines) == len(FORMATS) + 4
     for prefetches, stores, vectors, local in lines:
         assert prefetches == "1" and stores == "0" and int(vectors) >= 8 and local == "False"
 

@@ -129,10 +129,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     x_stride_T, inputs_stride_S, weight_stride_C, weight_stride_W, channels, a_stride_T, b_stride_T,
     TAPS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
     V_AT: tl.constexpr, SHARE: tl.constexpr, GATES: tl.constexpr,
-    Q_FIRST: tl.constexpr, Q_LENGTH: tl.constexpr, Q_STRIDE: tl.constexpr,
-    K_FIRST: tl.constexpr, K_LENGTH: tl.constexpr, K_STRIDE: tl.constexpr,
-    V_FIRST: tl.constexpr, V_LENGTH: tl.constexpr, V_STRIDE: tl.constexpr,
-    A_FIRST: tl.constexpr, A_LENGTH: tl.constexpr, A_STRIDE: tl.constexpr,
+    Q_FIRST: tl.constexpr, Q_LENGTH: tl.constexpr, Q_STRIDE: tl.constexpr, K_FIRST: tl.constexpr,
+    K_LENGTH: tl.constexpr, K_STRIDE: tl.constexpr, V_FIRST: tl.constexpr, V_LENGTH: tl.constexpr,
+    V_STRIDE: tl.constexpr, A_FIRST: tl.constexpr, A_LENGTH: tl.constexpr, A_STRIDE: tl.constexpr,
     B_FIRST: tl.constexpr, B_LENGTH: tl.constexpr, B_STRIDE: tl.constexpr,
     UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
@@ -205,14 +204,10 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
             tl.store(newest + first_k + column_DE, new_k_DE, mask=keep_DE)
     else:
         q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
-        q_DE, k_DE = (
-            tl.load(q + column_DE, mask=keep_DE, other=0.0),
-            tl.load(k + column_DE, mask=keep_DE, other=0.0),
-        )
-        q_CW, k_CW = (
-            tl.load(q + column_CW, mask=keep_CW, other=0.0),
-            tl.load(k + column_CW, mask=keep_CW, other=0.0),
-        )
+        q_DE = tl.load(q + column_DE, mask=keep_DE, other=0.0)
+        k_DE = tl.load(k + column_DE, mask=keep_DE, other=0.0)
+        q_CW = tl.load(q + column_CW, mask=keep_CW, other=0.0)
+        k_CW = tl.load(k + column_CW, mask=keep_CW, other=0.0)
         value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0)
     if GATES:
         new_decay, rate = gates_of(
