@@ -508,7 +508,8 @@ def test_tiles(rows: int, columns: int, itemsize: int, matrices: int, expected: 
 
 
 COMPILED = """
-import re, triton
+import re, subprocess, tempfile, triton
+from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nibble.kernels import GPU
@@ -518,15 +519,25 @@ from nibble.kernels.recurrence import triton as any_cut
 CODES = {"fp32": ("fp32", 4, 0.0), "bf16": ("bf16", 2, 0.0), "fp8": ("fp8e4nv", 1, 448.0), "int8": ("i8", 1, 127.0)}
 INTS = dict.fromkeys(("slots", "starts", "cu_seqlens", "states_at", "settled"), "i32")
 
-def compiled(kernel, types, fixed, warps, stages=3):
+def compiled(kernel, types, fixed, warps, stages=3, **more):
     types = {n: t for n, t in {**types, **INTS}.items() if n not in fixed}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in fixed else "*" + types[n] if n in types else "i32" for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
                if n not in fixed and n not in ("rows", "requests", "columns", "N")}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
-    options = dict(num_warps=warps, num_stages=stages, launch_pdl=True)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = dict(num_warps=warps, num_stages=stages, launch_pdl=True, **more)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return kernel.asm["ptx"] + registers(kernel.asm["cubin"])
+
+def registers(cubin):
+    # Bytes of the stack, which is where registers go that there are too few of.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return " ".join(re.findall(r"STACK:[0-9]+", text))
 
 def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False, projected=False):
     code, itemsize, max_code = CODES[format]
@@ -560,7 +571,7 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
         fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,
                       LINES=tile.rows * columns // line, LINE_VALUES=line)
-        return compiled(decode.decode_kernel, types, fixed, tile.warps)
+        return compiled(decode.decode_kernel, types, fixed, tile.warps, maxnreg=decode.REGISTERS)
     fixed |= dict(states_at=None, settled=None, VW=any_cut.ROWS, KW=triton.next_power_of_2(columns), FULL=dtype == "fp32")
     if kernel == "weights":
         fixed = {n: v for n, v in fixed.items() if n in any_cut.weights_kernel.arg_names}
@@ -589,11 +600,15 @@ def test_decodes_load_whole_lines_and_ask_for_the_matrix_before_they_wait() -> N
 for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True), ("int8", 2), ("fp32", 2)]:
     ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", bool(convolved), convolved == 2)
     early, rest = ptx.split("griddepcontrol.wait")
-    print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"), "local" in ptx)
+    stack = re.search(r"STACK:([0-9]+)", rest)[1]
+    print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"),
+          rest.count("ld.global"), "local" in ptx, stack)
 """)
     assert len(lines) == len(FORMATS) + 4
-    for prefetches, stores, vectors, local in lines:
-        assert prefetches == "1" and stores == "0" and int(vectors) >= 8 and local == "False"
+    for prefetches, stores, vectors, loads, *spills in lines:
+        assert prefetches == "1" and stores == "0" and int(vectors) >= 4 and spills == ["False", "0"]
+        # No thread convolves what others do.
+        assert int(loads) < 64
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ TILE_BYTES, TILE_VALUES = 16 << 10, 8 << 10
 """Most bytes and values of a matrix in a program."""
 THREAD_VALUES = 32
 """Values of a thread."""
+REGISTERS = 128
+"""Of a thread: two programs of the largest tile share a processor."""
 PROGRAMS = 1
 """Programs of a processor below which each gets fewer rows."""
 
@@ -82,18 +84,18 @@ def _load_pieces(at, column_CW, K):
 
 
 @triton.jit
-def _convolved(x, inputs, weight, bias, first, i, N, start, channels, stride_C, stride_W, TAPS: tl.constexpr,
+def _convolved(x_at, inputs, weight, bias, c, i, N, start, channels, stride_C, stride_W, TAPS: tl.constexpr,
                PLACES: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """Return what a convolution makes of some channels of one token, and its newest inputs; as conv_kernel does.
 
     Args:
-        x: The token's inputs.
+        x_at: Where the token's inputs are.
         inputs: Stored inputs of the request.
         weight: Taps.
         bias: Of channels, or None.
-        first: The first of the channels.
-        i: Which of them, from that on.
-        N: How many there are.
+        c: The channels.
+        i: Their numbers, up to N of which they are there.
+        N: See there.
         start: The token's position.
         channels: How many there are in all.
         stride_C: From a channel's taps to those of the next.
@@ -102,22 +104,21 @@ def _convolved(x, inputs, weight, bias, first, i, N, start, channels, stride_C, 
         PLACES: For inputs of a request.
         SILU: Whether that is behind it.
     """
-    c, keep = first + i, i < N
-    sum = tl.zeros(i.shape, tl.float32)
+    sum, keep = tl.zeros(c.shape, tl.float32), i < N
     for tap in tl.static_range(TAPS - 1):
         position = start - (TAPS - 1) + tap
         place = (position + PLACES) % PLACES
         past = tl.load(inputs + place * channels + c, mask=i < tl.where(position >= 0, N, 0), other=0.0)
         tap_of = tl.load(weight + c * stride_C + tap * stride_W, mask=keep, other=0.0)
         sum = tl.fma(past.to(tl.float32), tap_of.to(tl.float32), sum)
-    own = tl.load(x + c, mask=keep, other=0.0).to(inputs.dtype.element_ty)
+    own = tl.load(x_at, mask=keep, other=0.0).to(inputs.dtype.element_ty)
     last = tl.load(weight + c * stride_C + (TAPS - 1) * stride_W, mask=keep, other=0.0)
     sum = tl.fma(own.to(tl.float32), last.to(tl.float32), sum)
     if bias is not None:
         sum += tl.load(bias + c, mask=keep, other=0.0).to(tl.float32)
     if SILU:
         sum = sum / (1 + tl.exp(-sum))
-    return sum.to(x.dtype.element_ty), own
+    return sum.to(x_at.dtype.element_ty), own
 
 
 @triton.jit(do_not_specialize=["rows", "requests"])
@@ -178,30 +179,31 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     if TAPS:
         x, inputs = x + row * x_stride_T, inputs + slot * inputs_stride_S
         channel_head = key_head // SHARE
-        first_q, first_k, first_v = Q_AT + channel_head * K, K_AT + channel_head * K, V_AT + head * V
-        x_q, x_k, x_v = x, x, x
+        # Queries and keys together, so that no thread computes what another does; tiles have each value in many.
+        PADDED: tl.constexpr = C * W
+        side, i = tl.arange(0, 2 * PADDED) // PADDED, tl.arange(0, 2 * PADDED) % PADDED
+        c, c_V = tl.where(side == 0, Q_AT, K_AT) + channel_head * K + i, V_AT + head * V + v_V
+        x_at, x_V = c, c_V
         if GATES:
             # A head's channels are in one run.
-            x_q += run_place(channel_head * K, Q_FIRST, Q_LENGTH, Q_STRIDE) - first_q
-            x_k += run_place(channel_head * K, K_FIRST, K_LENGTH, K_STRIDE) - first_k
-            x_v += run_place(head * V, V_FIRST, V_LENGTH, V_STRIDE) - first_v
-        q_DE, new_q_DE = _convolved(x_q, inputs, weight, bias, first_q, column_DE, K, start, channels,
-                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        k_DE, new_k_DE = _convolved(x_k, inputs, weight, bias, first_k, column_DE, K, start, channels,
-                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        q_CW, _ = _convolved(x_q, inputs, weight, bias, first_q, column_CW, K, start, channels,
-                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        k_CW, _ = _convolved(x_k, inputs, weight, bias, first_k, column_CW, K, start, channels,
-                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        value_V, new_v_V = _convolved(x_v, inputs, weight, bias, first_v, v_V, V, start, channels,
-                                      weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        # Nobody reads their place: there is one more than the taps before this token's. Heads that share channels
-        # write the same.
+            q_from = run_place(channel_head * K, Q_FIRST, Q_LENGTH, Q_STRIDE)
+            k_from = run_place(channel_head * K, K_FIRST, K_LENGTH, K_STRIDE)
+            x_at, x_V = (
+                tl.where(side == 0, q_from, k_from) + i,
+                run_place(head * V, V_FIRST, V_LENGTH, V_STRIDE) + v_V,
+            )
+        both, new = _convolved(x + x_at, inputs, weight, bias, c, i, K, start, channels, weight_stride_C,
+                               weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        value_V, new_V = _convolved(x + x_V, inputs, weight, bias, c_V, v_V, V, start, channels, weight_stride_C,
+                                    weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        q_all, k_all = tl.split(tl.trans(tl.reshape(both, [2, PADDED])))
+        q_DE, k_DE = tl.reshape(q_all, [D, E]), tl.reshape(k_all, [D, E])
+        q_CW, k_CW = tl.reshape(q_all, [C, W]), tl.reshape(k_all, [C, W])
+        # Nobody reads their place, one more than taps need. Heads that share channels write the same.
         newest = inputs + start % PLACES * channels
-        tl.store(newest + first_v + v_V, new_v_V, mask=keep_V)
+        tl.store(newest + c_V, new_V, mask=keep_V)
         if (tile == 0) & (head % (H // G) == 0):
-            tl.store(newest + first_q + column_DE, new_q_DE, mask=keep_DE)
-            tl.store(newest + first_k + column_DE, new_k_DE, mask=keep_DE)
+            tl.store(newest + c, new, mask=i < K)
     else:
         q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
         q_DE = tl.load(q + column_DE, mask=keep_DE, other=0.0)
@@ -492,7 +494,7 @@ class _Step:
             H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
             D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
             MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=state.decays.dim() == 4, DELTA=delta,
-            PDL=bool(pdl), num_warps=tile.warps, **pdl,
+            PDL=bool(pdl), num_warps=tile.warps, maxnreg=REGISTERS, **pdl,
         )  # fmt: skip
         return self.out_THV
 
