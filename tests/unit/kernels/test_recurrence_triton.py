@@ -606,9 +606,15 @@ for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("
 """)
     assert len(lines) == len(FORMATS) + 4
     for prefetches, stores, vectors, loads, *spills in lines:
-        assert prefetches == "1" and stores == "0" and int(vectors) >= 4 and spills == ["False", "0"]
+        assert (
+            prefetches == "1"
+            and stores == "0"
+            and int(vectors) >= 4
+            and spills[0] == "False"
+            and int(spills[1]) <= 16
+        )
         # No thread convolves what others do.
-        assert int(loads) < 64
+        assert int(loads) < 128
 
 
 @pytest.mark.slow
