@@ -2,7 +2,7 @@
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
-convolutions in front of recurrent rules (graph_convolutions.py).
+convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from nibble.kernels import linear, topk
-from nibble.models import graph_convolutions
+from nibble.models import graph_convolutions, graph_projections
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -37,6 +37,7 @@ class ReplaceOperators(CustomGraphPass):
             if self._serves_topk(*node.args, **node.kwargs):
                 node.target, node.args, node.kwargs = torch.ops.nibble.topk.default, node.args[:2], {}
         graph_convolutions.join_convolutions(graph, self.device)
+        graph_projections.join_projections(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             self._replace_product(node, None, *node.args)
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
@@ -68,7 +69,13 @@ class ReplaceOperators(CustomGraphPass):
     def uuid(self) -> tuple[str, bytes]:
         """Return what inductor's cache tells passes apart by."""
         return repr(self), get_hash_for_files(
-            (__file__, graph_convolutions.__file__, topk.__file__, linear.__file__)
+            (
+                __file__,
+                graph_convolutions.__file__,
+                graph_projections.__file__,
+                topk.__file__,
+                linear.__file__,
+            )
         )
 
 
