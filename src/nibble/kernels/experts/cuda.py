@@ -7,6 +7,7 @@ up the one, codes of the next are on their way.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from nibble.kernels import SM90, cdiv, gpu_of, import_problem
 from nibble.kernels.experts.gate import CLAMPED, SILU, Gate
 from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.router import cuda as router
 from nibble.kernels.weight_formats import WeightFormat
 
 SOURCE = Path(__file__).with_name("few.cu")
@@ -37,6 +39,8 @@ RESERVED = 1 << 10
 LANES = 4
 """Lanes among which a step's inputs are split, 16 bytes of codes each."""
 GATES = {"": 0, SILU: 1, CLAMPED: 2}
+MOST_ROUTED = 1024
+"""Experts among which a kernel chooses by itself, at most."""
 MOST_COMBINED = 8
 """Choices of a single token whose outputs blocks of a cluster sum up, at most."""
 PLAIN = WeightFormat("bfloat16")
@@ -54,8 +58,8 @@ def matrices_of(weight: Tensor | PackedExperts, tokens: int) -> PackedExperts | 
     return PackedExperts(PLAIN, weight.view(torch.int16), weight, weight.dtype)
 
 
-def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
-    """Return whether the kernel multiplies rows with matrices."""
+def serves(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
+    """Return whether the kernel multiplies rows with matrices, for so many tokens and choices of each."""
     if not x.is_cuda or not _has_driver():
         return False
     format, gpu, (experts, outputs, inputs) = (
@@ -63,7 +67,7 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
         gpu_of(x.device),
         matrices.shape,
     )
-    tile = _tile(x, experts_TK, matrices)
+    tile = _tile(x, chosen, matrices)
     return (
         gpu.arch >= FIRST_ARCH
         and x.dtype == matrices.dtype == torch.bfloat16
@@ -73,7 +77,7 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
         and outputs % tile.rows == 0
         and shared_bytes(
             Use(format, (outputs, inputs), tile, is_one=True),
-            experts_TK.numel(),
+            math.prod(chosen),
             experts,
         )
         + RESERVED
@@ -130,6 +134,25 @@ class Use:
     """Whether blocks have one row of x, of a single token."""
     combine: int = 0
     """Choices whose outputs are summed up; 0 where they are not."""
+    routed: int = 0
+    """Experts among which the kernel chooses by logits; 0 where choices are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """By what kernels choose a single token's experts, in place of choices that are there."""
+
+    logits_1E: Tensor
+    """From router.cuda.logits_of_token(), just in front."""
+    top_k: int
+    is_normalized: bool
+    has_shared: bool
+    """See kernels/router."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens and choices of each."""
+        return 1, self.top_k + self.has_shared
 
 
 def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bool) -> Tile:
@@ -155,15 +178,28 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
 
-def _tile(x: Tensor, experts_TK: Tensor, matrices: PackedExperts) -> Tile:
-    tokens = len(experts_TK)
-    return tile_of(matrices, tokens, experts_TK.numel(), is_second=len(x) != tokens)
+def _tile(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts) -> Tile:
+    return tile_of(matrices, chosen[0], math.prod(chosen), is_second=len(x) != chosen[0])
 
 
-def combines(experts_TK: Tensor, x: Tensor) -> bool:
+def combines(chosen: tuple[int, int], x: Tensor) -> bool:
     """Return whether few_product() weights and sums up the outputs of a single token's experts."""
-    tokens, top_k = experts_TK.shape
+    tokens, top_k = chosen
     return tokens == 1 and top_k <= MOST_COMBINED and gpu_of(x.device).arch == SM90
+
+
+def routes(
+    x: Tensor, router_EI: Tensor, chosen: tuple[int, int], up: PackedExperts, down: PackedExperts
+) -> bool:
+    """Return whether few_product() chooses the experts of a single token, by the logits of a router's matrix."""
+    experts = len(router_EI)
+    return (
+        combines(chosen, x)
+        and x.dtype == router_EI.dtype
+        and experts <= MOST_ROUTED
+        and experts == up.shape[0] == down.shape[0]
+        and router.serves(router_EI, chosen[1])
+    )
 
 
 def shared_bytes(use: Use, choices: int, experts: int) -> int:
@@ -187,7 +223,7 @@ def macros(use: Use) -> dict[str, int]:
         "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group,
         "OUTPUTS": use.shape[0], "INPUTS": use.shape[1], "COLUMNS": tile.columns,
         "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
-        "COMBINE": use.combine,
+        "COMBINE": use.combine, "ROUTED": use.routed,
     }  # fmt: skip
 
 
@@ -199,7 +235,7 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 
 
 def few_product(
-    x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
+    x: Tensor, experts_TK: Tensor | Routed, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
@@ -208,7 +244,8 @@ def few_product(
     Args:
         x: bfloat16 [T, I] or [S, I]. Where it has a row for each choice, experts must have been written before the
             kernel that writes x began.
-        experts_TK: int64, the experts that tokens chose; rows of E and more hold anything.
+        experts_TK: int64, the experts that tokens chose; rows of E and more hold anything. Or by what kernels choose:
+            the first product, with a gate, and just behind it the second, whose outputs are weighted and summed up.
         matrices: What serves() accepts.
         bias_EN: Added to each row, if there is one.
         places_S: Int64: it receives which row of the result each choice has.
@@ -223,27 +260,29 @@ def few_product(
 
     (tokens, top_k), (experts, outputs, inputs) = experts_TK.shape, matrices.shape
     choices, gpu = tokens * top_k, gpu_of(x.device)
-    is_combined = weights_TK is not None
+    routed = experts_TK if isinstance(experts_TK, Routed) else None
+    given_TK = experts_TK if isinstance(experts_TK, Tensor) else None
+    is_combined = weights_TK is not None or (routed is not None and gate is None)
     out_SN = x.new_empty(tokens if is_combined else choices, outputs // 2 if gate else outputs)
     if not choices:
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    is_each, is_early = (
-        len(x) != tokens,
-        len(x) != tokens and experts_TK.is_contiguous(),
-    )
-    tile = tile or _tile(x, experts_TK, matrices)
+    is_each = len(x) != tokens
+    is_early = is_each and given_TK is not None and given_TK.is_contiguous()
+    tile = tile or _tile(x, (tokens, top_k), matrices)
     is_one = tokens == 1 and (is_combined or not is_each)
     kind, summed = gate.kind if gate else "", top_k if is_combined else 0
-    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed)
+    among = routed.logits_1E.shape[1] - routed.has_shared if routed else 0
+    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed, among)
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
-    tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S)  # fmt: skip
+    tensors = (x, None if given_TK is None else given_TK.contiguous(), weights_TK, matrices.codes, matrices.scale,
+               matrices.global_scale, bias_EN, out_SN, places_S, routed.logits_1E if routed else None)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
     sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early), int(is_float32))  # fmt: skip
+             int(is_each), int(is_early), int(is_float32), int(routed is not None and routed.is_normalized),
+             int(routed is not None and routed.has_shared))  # fmt: skip
     values = (
         *pointers,
         *sizes,

@@ -10,6 +10,8 @@
 //   ONE      whether all choices are those of a single token, with one row of x for a block
 //   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
 //            and summed up, in order
+//   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits. Then it reads what kernels in
+//            front write while they do (early.cuh): logits of logits.cu, and, in the second product, outputs of the first
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -24,7 +26,9 @@
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments. A lane has the OWN outputs from OWN * g on.
 
 #include "bits.cuh"
+#include "choose.cuh"
 #include "cluster.cuh"
+#include "early.cuh"
 #include "words.cuh"
 
 constexpr int THREADS = 32 * WARPS, TILES = COLUMNS / 8, OWN = ROWS / 8;
@@ -42,6 +46,9 @@ constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
 constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
 constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
+static_assert(!ROUTED || RESULTS <= THREADS - 32, "all but the first warp clear them");
+
+constexpr bool IS_EARLY_X = ROUTED && COMBINE;  // the kernel in front writes x at the time
 
 // Some choices of an expert.
 struct Share {
@@ -95,7 +102,31 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
   return total;
 }
 
-// The same for a single token.
+// Choose the experts of a single token, by its logits. weights: of choices, as a tensor has them.
+DEVICE int choose_out(const u16* logits, int choices, int is_normalized, int has_shared, Share* shares, int* list,
+                      float* weights) {
+  constexpr int MOST = ROUTED + 1, VALUES = (ROUTED + 31) / 32 + !ROUTED;  // of logits, and of a lane's
+  __shared__ u32 all[MOST];
+  if (threadIdx.x < 32) {
+    const int s = threadIdx.x;
+    u32 own[MOST / 32 + 1];
+    load_early(own, [&](int i) { return s + 32 * i < ROUTED + has_shared ? read_16(logits + s + 32 * i) : 0; });
+#pragma unroll
+    for (int i = 0; i < MOST / 32 + 1; i++) {
+      if (s + 32 * i < MOST) all[s + 32 * i] = own[i];
+    }
+    __syncwarp();
+    auto logit_of = [&](int e) { return all[e]; };
+    const Choice choice = choose_all<VALUES>(logit_of, ROUTED, choices - has_shared, is_normalized, has_shared);
+    if (s < choices) {
+      shares[s] = {choice.expert, s, 1}, list[s] = s, weights[s] = from_bf16(u16(pack_bf16(choice.weight, 0)));
+    }
+  }
+  __syncthreads();
+  return choices;
+}
+
+// The same where experts are given.
 DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
   for (int s = threadIdx.x; s < choices; s += THREADS) {
     shares[s] = {(int)min(chosen[s], (long long)(experts - 1)), s, chosen[s] < experts}, list[s] = s;
@@ -112,8 +143,10 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
     few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
-        const float* global_scale, const u16* bias, u16* out, long long* places, int choices, int top_k, int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
-        float limit, float factor) {
+        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
+        int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float, int is_normalized,
+        int has_shared, float limit, float factor) {
+  __shared__ float slot_weights[ROUTED ? 32 : 1];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
@@ -124,12 +157,21 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
 #if COMBINE
   cluster_arrive();
 #endif
-  if (!is_early) wait_for_inputs();
+  if (!is_early && !ROUTED) wait_for_inputs();
+  if (ROUTED && !COMBINE && threadIdx.x >= 32) {
+    // Before the next kernel starts, while the first warp chooses.
+    for (int tile = blockIdx.x; tile < choices * NUMBERS; tile += gridDim.x) {
+      if (threadIdx.x - 32 < RESULTS) store_early(out + (u64)tile * RESULTS + threadIdx.x - 32, EMPTY);
+    }
+    __threadfence();
+  }
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
-  const int share_count = choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
-                                           : share_out(chosen, choices, experts, shares, list, list + choices);
+  const int share_count =
+      ROUTED ? choose_out(logits, choices, is_normalized, has_shared, shares, list, slot_weights)
+      : choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
+                         : share_out(chosen, choices, experts, shares, list, list + choices);
   const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
 
@@ -179,14 +221,30 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  if (is_early) wait_for_inputs();
+  if (is_early && !ROUTED) wait_for_inputs();
   if (ONE) {
+    constexpr int MOST = ((STEPS + WARPS - 1) / WARPS * 4 * PIECE + 255) / 256;  // vectors of a lane
     const u16* const row = x + (u64)(COMBINE ? blockIdx.x % (COMBINE ? COMBINE : 1) : 0) * x_stride;
-    for (int i = begin * 4 * PIECE + lane * 8; i < min(end * 4 * PIECE, INPUTS); i += 256) {
-      *(uint4*)(x_one + i) = *(const uint4*)(row + i);
+    const int first = begin * 4 * PIECE + lane * 8, behind = min(end * 4 * PIECE, INPUTS);
+    uint4 own[MOST];
+    auto load = [&](int i) {
+      const u16* const from = row + first + i * 256;
+      if (first + i * 256 >= behind) return make_uint4(0, 0, 0, 0);
+      return IS_EARLY_X ? read_128(from) : *(const uint4*)from;
+    };
+    if (IS_EARLY_X) load_early(own, load);
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (!IS_EARLY_X) own[i] = load(i);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (first + i * 256 < behind) *(uint4*)(x_one + first + i * 256) = own[i];
     }
     __syncwarp();
   }
+  // Its codes are on their way; what writes logits has little left to do.
+  if (ROUTED && !COMBINE) wait_for_inputs();
 
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
@@ -309,9 +367,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     };
 #if COMBINE
     const int rank = blockIdx.x % COMBINE;
+    if (ROUTED) wait_for_inputs();
     cluster_wait();  // all blocks have begun
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-      const float weight = is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
+      const float weight = ROUTED ? slot_weights[rank] : is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
       const float y = share.count ? value(0, r) * weight : 0;
       store_in_block(parts + rank * ROWS + r, __float_as_uint(y), 0);
     }
@@ -327,7 +386,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       float y = value(token, GATE == 2 ? 2 * r : r);
       if (GATE) y = gated(y, value(token, GATE == 2 ? 2 * r + 1 : r + ROWS / 2), limit, factor);
       const u64 choice = list[share.first + token];
-      out[choice * (NUMBERS * RESULTS) + number_of(tile) * RESULTS + r] = u16(pack_bf16(y, 0));
+      u16* const to = out + choice * (NUMBERS * RESULTS) + number_of(tile) * RESULTS + r;
+      if (ROUTED) store_early(to, u16(pack_bf16(y, 0)));
+      else *to = u16(pack_bf16(y, 0));
     }
 #endif
   }
