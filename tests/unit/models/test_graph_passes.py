@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from families import FAMILIES, make
-from nibble.kernels import linear, topk
+from nibble.kernels import experts, linear, router, topk
+from nibble.kernels.experts.gate import SILU, Gate
 from nibble.models import compile_cache, graph_passes
 from nibble.models.graph_passes import ReplaceOperators
 from nibble.models.linear import merge_and_tune_linears
@@ -114,6 +115,34 @@ def test_a_product_with_a_narrow_weight_is_replaced(bias: Tensor | None) -> None
 def test_other_products_stay(multiply: Callable[..., Any], weight: Tensor) -> None:
     names = replaced(multiply, torch.randn(5, 40), weight, weights=(NARROW,))
     assert "nibble.linear.default" not in names and any("mm.default" in name for name in names)
+
+
+EXPERTS = torch.randn(6, 16, 40) / 6, torch.randn(6, 40, 8) / 6
+
+
+def routed_layer(
+    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *, own: bool = True, other: bool = False, more: bool = False
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A layer of experts; own: with its router's weights, other: of other rows than the router's, more: with logits."""
+    logits, weights, chosen = router.route(x.view(-1, 40), weight, None, 2, is_normalized=True)
+    rows = (2 * x if other else x).view(-1, 40)
+    y = experts.layer(rows, chosen, weights if own else 2 * weights, (up, None), (down, None), Gate(SILU))
+    return (y, logits) if more else (y,)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
+    names = replaced(lambda *inputs: routed_layer(*inputs), torch.randn(1, tokens, 40), WEIGHT, *EXPERTS)
+    assert "nibble.experts_routed_layer.default" in names
+    assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
+
+
+@pytest.mark.parametrize("options", [{"own": False}, {"other": True}, {"more": True}], ids=str)
+def test_layers_of_other_rows_or_weights_stay(options: dict[str, bool]) -> None:
+    names = replaced(
+        lambda *inputs: routed_layer(*inputs, **options), torch.randn(1, 5, 40), WEIGHT, *EXPERTS
+    )
+    assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 
 def test_weights_that_win_a_trial_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
