@@ -155,6 +155,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   Share* const shares = (Share*)(x_one + (ONE ? INPUTS : 0));
   int* const list = (int*)(shares + choices);
 #if COMBINE
+  __shared__ u64 parts_there;  // in the cluster's first block
+  if (threadIdx.x == 0) expect_stores(&parts_there, COMBINE * ROWS * 4);
   cluster_arrive();
 #endif
   if (!is_early && !ROUTED) wait_for_inputs();
@@ -372,10 +374,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
       const float weight = ROUTED ? slot_weights[rank] : is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
       const float y = share.count ? value(0, r) * weight : 0;
-      store_in_block(parts + rank * ROWS + r, __float_as_uint(y), 0);
+      store_and_count(parts + rank * ROWS + r, __float_as_uint(y), &parts_there, 0);
     }
-    cluster_arrive(), cluster_wait();
-    for (int r = threadIdx.x; rank == 0 && r < ROWS; r += THREADS) {
+    if (rank) return;
+    wait_for_stores(&parts_there);
+    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
       float sum = 0;
       for (int i = 0; i < COMBINE; i++) sum += parts[i * ROWS + r];
       out[number_of(tile) * ROWS + r] = u16(pack_bf16(sum, 0));
