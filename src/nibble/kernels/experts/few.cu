@@ -102,11 +102,10 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
   return total;
 }
 
-// Choose the experts of a single token, by its logits. weights: of choices, as a tensor has them.
-DEVICE int choose_out(const u16* logits, int choices, int is_normalized, int has_shared, Share* shares, int* list,
+// Choose the experts of a single token, by its logits. all: room for them. weights: of choices, as a tensor has them.
+DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalized, int has_shared, Share* shares, int* list,
                       float* weights) {
   constexpr int MOST = ROUTED + 1, VALUES = (ROUTED + 31) / 32 + !ROUTED;  // of logits, and of a lane's
-  __shared__ u32 all[MOST];
   if (threadIdx.x < 32) {
     const int s = threadIdx.x;
     u32 own[MOST / 32 + 1];
@@ -146,7 +145,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
         const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
         int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float, int is_normalized,
         int has_shared, float limit, float factor) {
-  __shared__ float slot_weights[ROUTED ? 32 : 1];
+  __shared__ float slot_weights[ROUTED ? 32 : 1], biases[ROWS];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
@@ -165,13 +164,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     for (int tile = blockIdx.x; tile < choices * NUMBERS; tile += gridDim.x) {
       if (threadIdx.x - 32 < RESULTS) store_early(out + (u64)tile * RESULTS + threadIdx.x - 32, EMPTY);
     }
-    __threadfence();
+    publish();
   }
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
   const int share_count =
-      ROUTED ? choose_out(logits, choices, is_normalized, has_shared, shares, list, slot_weights)
+      ROUTED ? choose_out(logits, (u32*)smem, choices, is_normalized, has_shared, shares, list, slot_weights)
       : choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
                          : share_out(chosen, choices, experts, shares, list, list + choices);
   const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
@@ -272,6 +271,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       }
     };
     if (works) load_x(begin);
+    // It arrives while codes are multiplied.
+    float own_bias = 0;
+    if (bias && threadIdx.x < ROWS) {
+      own_bias = from_bf16(bias[(u64)share.expert * bias_stride + output_of(number_of(tile), threadIdx.x)]);
+    }
     float acc[OWN / 2][TILES][4] = {};
 #pragma unroll 1
     for (int step = begin; step < end; step++, place = place + 1 == STAGES ? 0 : place + 1) {
@@ -353,6 +357,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
         }
       }
     }
+    if (threadIdx.x < ROWS) biases[threadIdx.x] = own_bias;
     __syncthreads();
 
     // --- write
@@ -360,12 +365,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       float sum = 0;
 #pragma unroll
       for (int w = 0; w < HALF; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + at];
-      const int output = output_of(number_of(tile), at);
-      const u64 row = (u64)share.expert * OUTPUTS + output;
+      const u64 row = (u64)share.expert * OUTPUTS + output_of(number_of(tile), at);
       if (!OF_CODES && !IS_PLAIN && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
       sum *= UNDO;
       if (SCALES == 1) sum *= global_scale[row];
-      return bias ? sum + from_bf16(bias[(u64)share.expert * bias_stride + output]) : sum;
+      return sum + biases[at];
     };
 #if COMBINE
     const int rank = blockIdx.x % COMBINE;

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32)
   const float own_bias = bias ? low(bias[row]) : 0;
   wait_for_kernel();
   if (warp == WARPS) {
-    if (lane == 0) store_early(logits + row, EMPTY), __threadfence(), start_next();
+    if (lane == 0) store_early(logits + row, EMPTY), publish(), start_next();
   } else {
     uint4 values[VECTORS];
 #pragma unroll
