@@ -194,7 +194,8 @@ def routes(
     """Return whether few_product() chooses the experts of a single token, by the logits of a router's matrix."""
     experts = len(router_EI)
     return (
-        combines(chosen, x)
+        x.is_cuda
+        and combines(chosen, x)
         and x.dtype == router_EI.dtype
         and experts <= MOST_ROUTED
         and experts == up.shape[0] == down.shape[0]
