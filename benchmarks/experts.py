@@ -322,7 +322,8 @@ def compile_variants(block: nn.Module, tokens: int) -> None:
                 "" if is_second else gate,
                 one,
                 top_k if is_second and one else 0,
-                matrices.shape[0] if one else 0,
+                matrices.shape[0] if one and not is_second else 0,
+                one and is_second,
             )
             settings.add(tuple(cuda.macros(use).items()))
     arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]

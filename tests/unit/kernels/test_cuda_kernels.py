@@ -210,7 +210,8 @@ def test_products_of_a_token_that_choose_compile(format: WeightFormat) -> None:
             empty = torch.empty(count, outputs, inputs // parts_of(format), dtype=torch.int16, device="meta")
             packed = PackedExperts(format, empty, empty, torch.bfloat16)
             tile = experts.tile_of(packed, 1, top_k, is_second=not own)
-            use = experts.Use(format, (outputs, inputs), tile, own, True, 0 if own else top_k, count)
+            choices = {"routed": count} if own else {"combine": top_k, "is_early": True}
+            use = experts.Use(format, (outputs, inputs), tile, own, is_one=True, **choices)
             assert compiling.cubin(experts.SOURCE, 90, experts.macros(use)).startswith(compiling.ELF)
             # All blocks of the first product run at a time, so that the second may start while it ends.
             blocks = experts.resident_blocks(SHARED[90], experts.shared_bytes(use, top_k, count), tile)

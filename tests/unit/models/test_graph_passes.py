@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,28 +121,25 @@ def test_other_products_stay(multiply: Callable[..., Any], weight: Tensor) -> No
 EXPERTS = torch.randn(6, 16, 40) / 6, torch.randn(6, 40, 8) / 6
 
 
-def routed_layer(
-    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *, own: bool = True, other: bool = False, more: bool = False
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """A layer of experts; own: with its router's weights, other: of other rows than the router's, more: with logits."""
+def routed_layer(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, kind: str = "") -> tuple[Tensor, ...]:
+    """A layer of experts; of some kind: with other weights or rows than its router's, or with logits."""
     logits, weights, chosen = router.route(x.view(-1, 40), weight, None, 2, is_normalized=True)
-    rows = (2 * x if other else x).view(-1, 40)
-    y = experts.layer(rows, chosen, weights if own else 2 * weights, (up, None), (down, None), Gate(SILU))
-    return (y, logits) if more else (y,)
+    rows = (2 * x if kind == "rows" else x).view(-1, 40)
+    weights = 2 * weights if kind == "weights" else weights
+    y = experts.layer(rows, chosen, weights, (up, None), (down, None), Gate(SILU))
+    return (y, logits) if kind == "logits" else (y,)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
-    names = replaced(lambda *inputs: routed_layer(*inputs), torch.randn(1, tokens, 40), WEIGHT, *EXPERTS)
+    names = replaced(partial(routed_layer, kind=""), torch.randn(1, tokens, 40), WEIGHT, *EXPERTS)
     assert "nibble.experts_routed_layer.default" in names
     assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
 
 
-@pytest.mark.parametrize("options", [{"own": False}, {"other": True}, {"more": True}], ids=str)
-def test_layers_of_other_rows_or_weights_stay(options: dict[str, bool]) -> None:
-    names = replaced(
-        lambda *inputs: routed_layer(*inputs, **options), torch.randn(1, 5, 40), WEIGHT, *EXPERTS
-    )
+@pytest.mark.parametrize("kind", ["rows", "weights", "logits"])
+def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
+    names = replaced(partial(routed_layer, kind=kind), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
     assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 

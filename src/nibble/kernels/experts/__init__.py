@@ -214,9 +214,12 @@ def _routed_layer(
         and cuda.serves(x, chosen, first, up_bias)
         and cuda.serves(x.expand(chosen[1], -1), chosen, second, down_bias)
     ):
-        routed = cuda.Routed(router.cuda.logits_of_token(x, weight, bias), *choice)
-        y_SN = cuda.few_product(x, routed, first, up_bias, gate=gate)
-        return cuda.few_product(y_SN, routed, second, down_bias)
+        weights = x.new_empty(chosen)
+        experts = torch.empty(chosen, dtype=torch.int64, device=x.device)
+        # Each launch is just behind the one whose values it reads.
+        routing = cuda.Routing(router.cuda.logits_of_token(x, weight, bias), *choice[1:], weights)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing)
+        return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights, is_routed=True)
     _, weights, experts = torch.ops.nibble.route(x, weight, bias, *choice)
     return _layer(x, experts, weights, up, up_bias, down, down_bias, gate)
 

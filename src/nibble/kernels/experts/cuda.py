@@ -136,23 +136,21 @@ class Use:
     """Choices whose outputs are summed up; 0 where they are not."""
     routed: int = 0
     """Experts among which the kernel chooses by logits; 0 where choices are given."""
+    is_early: bool = False
+    """Whether the kernel in front writes x at the time, which is one that chooses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
-    """By what kernels choose a single token's experts, in place of choices that are there."""
+class Routing:
+    """By what a kernel chooses a single token's experts."""
 
     logits_1E: Tensor
     """From router.cuda.logits_of_token(), just in front."""
-    top_k: int
     is_normalized: bool
     has_shared: bool
     """See kernels/router."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Tokens and choices of each."""
-        return 1, self.top_k + self.has_shared
+    weights_1K: Tensor
+    """It receives the weights of the experts that are chosen, as experts_TK these."""
 
 
 def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bool) -> Tile:
@@ -191,7 +189,7 @@ def combines(chosen: tuple[int, int], x: Tensor) -> bool:
 def routes(
     x: Tensor, router_EI: Tensor, chosen: tuple[int, int], up: PackedExperts, down: PackedExperts
 ) -> bool:
-    """Return whether few_product() chooses the experts of a single token, by the logits of a router's matrix."""
+    """Return whether few_product() chooses the experts of a single token by itself, from a router's matrix on."""
     experts = len(router_EI)
     return (
         x.is_cuda
@@ -224,7 +222,7 @@ def macros(use: Use) -> dict[str, int]:
         "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group,
         "OUTPUTS": use.shape[0], "INPUTS": use.shape[1], "COLUMNS": tile.columns,
         "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
-        "COMBINE": use.combine, "ROUTED": use.routed,
+        "COMBINE": use.combine, "ROUTED": use.routed, "EARLY": int(use.is_early),
     }  # fmt: skip
 
 
@@ -236,23 +234,24 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 
 
 def few_product(
-    x: Tensor, experts_TK: Tensor | Routed, matrices: PackedExperts, bias_EN: Tensor | None, *,
+    x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Tile | None = None, routing: Routing | None = None, is_routed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
     Args:
         x: bfloat16 [T, I] or [S, I]. Where it has a row for each choice, experts must have been written before the
             kernel that writes x began.
-        experts_TK: int64, the experts that tokens chose; rows of E and more hold anything. Or by what kernels choose:
-            the first product, with a gate, and just behind it the second, whose outputs are weighted and summed up.
+        experts_TK: int64, the experts that tokens chose; rows of E and more hold anything.
         matrices: What serves() accepts.
         bias_EN: Added to each row, if there is one.
         places_S: Int64: it receives which row of the result each choice has.
         gate: What becomes of outputs, if anything.
         weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
         tile: Another tile than the fastest.
+        routing: Where the kernel chooses experts_TK by itself, in the first product of a token.
+        is_routed: Whether the launch in front was such a product, which gave x; with weights_TK.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -261,29 +260,28 @@ def few_product(
 
     (tokens, top_k), (experts, outputs, inputs) = experts_TK.shape, matrices.shape
     choices, gpu = tokens * top_k, gpu_of(x.device)
-    routed = experts_TK if isinstance(experts_TK, Routed) else None
-    given_TK = experts_TK if isinstance(experts_TK, Tensor) else None
-    is_combined = weights_TK is not None or (routed is not None and gate is None)
+    is_combined = weights_TK is not None
     out_SN = x.new_empty(tokens if is_combined else choices, outputs // 2 if gate else outputs)
     if not choices:
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     is_each = len(x) != tokens
-    is_early = is_each and given_TK is not None and given_TK.is_contiguous()
+    is_early = is_routed or (is_each and experts_TK.is_contiguous())
     tile = tile or _tile(x, (tokens, top_k), matrices)
     is_one = tokens == 1 and (is_combined or not is_each)
     kind, summed = gate.kind if gate else "", top_k if is_combined else 0
-    among = routed.logits_1E.shape[1] - routed.has_shared if routed else 0
-    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed, among)
+    among = routing.logits_1E.shape[1] - routing.has_shared if routing else 0
+    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed, among, is_routed)
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
-    tensors = (x, None if given_TK is None else given_TK.contiguous(), weights_TK, matrices.codes, matrices.scale,
-               matrices.global_scale, bias_EN, out_SN, places_S, routed.logits_1E if routed else None)  # fmt: skip
+    logits, weights = (routing.logits_1E, routing.weights_1K) if routing else (None, weights_TK)
+    tensors = (x, experts_TK.contiguous(), weights, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
+               out_SN, places_S, logits)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
     sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early), int(is_float32), int(routed is not None and routed.is_normalized),
-             int(routed is not None and routed.has_shared))  # fmt: skip
+             int(is_each), int(is_early), int(is_float32), int(routing is not None and routing.is_normalized),
+             int(routing is not None and routing.has_shared))  # fmt: skip
     values = (
         *pointers,
         *sizes,

@@ -10,8 +10,9 @@
 //   ONE      whether all choices are those of a single token, with one row of x for a block
 //   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
 //            and summed up, in order
-//   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits. Then it reads what kernels in
-//            front write while they do (early.cuh): logits of logits.cu, and, in the second product, outputs of the first
+//   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
+//            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
+//   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -46,9 +47,8 @@ constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
 constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
 constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
+static_assert(!EARLY || ONE, "its row is read at a time");
 static_assert(!ROUTED || RESULTS <= THREADS - 32, "all but the first warp clear them");
-
-constexpr bool IS_EARLY_X = ROUTED && COMBINE;  // the kernel in front writes x at the time
 
 // Some choices of an expert.
 struct Share {
@@ -102,9 +102,9 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
   return total;
 }
 
-// Choose the experts of a single token, by its logits. all: room for them. weights: of choices, as a tensor has them.
+// Choose the experts of a single token, by its logits. all: room for them.
 DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalized, int has_shared, Share* shares, int* list,
-                      float* weights) {
+                      long long* chosen, u16* weights) {
   constexpr int MOST = ROUTED + 1, VALUES = (ROUTED + 31) / 32 + !ROUTED;  // of logits, and of a lane's
   if (threadIdx.x < 32) {
     const int s = threadIdx.x;
@@ -118,7 +118,11 @@ DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalize
     auto logit_of = [&](int e) { return all[e]; };
     const Choice choice = choose_all<VALUES>(logit_of, ROUTED, choices - has_shared, is_normalized, has_shared);
     if (s < choices) {
-      shares[s] = {choice.expert, s, 1}, list[s] = s, weights[s] = from_bf16(u16(pack_bf16(choice.weight, 0)));
+      shares[s] = {choice.expert, s, 1}, list[s] = s;
+      if (blockIdx.x == 0) {
+        chosen[s] = choice.expert, weights[s] = u16(pack_bf16(choice.weight, 0));
+        publish();
+      }
     }
   }
   __syncthreads();
@@ -141,11 +145,11 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 #endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
-    few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
+    few(const u16* x, long long* chosen, void* weights, const u8* codes, const u8* scales,
         const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
         int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float, int is_normalized,
         int has_shared, float limit, float factor) {
-  __shared__ float slot_weights[ROUTED ? 32 : 1], biases[ROWS];
+  __shared__ float biases[ROWS];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
@@ -159,7 +163,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   cluster_arrive();
 #endif
   if (!is_early && !ROUTED) wait_for_inputs();
-  if (ROUTED && !COMBINE && threadIdx.x >= 32) {
+  if (ROUTED && threadIdx.x >= 32) {
     // Before the next kernel starts, while the first warp chooses.
     for (int tile = blockIdx.x; tile < choices * NUMBERS; tile += gridDim.x) {
       if (threadIdx.x - 32 < RESULTS) store_early(out + (u64)tile * RESULTS + threadIdx.x - 32, EMPTY);
@@ -170,8 +174,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
   const int share_count =
-      ROUTED ? choose_out(logits, (u32*)smem, choices, is_normalized, has_shared, shares, list, slot_weights)
-      : choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
+      ROUTED ? choose_out(logits, (u32*)smem, choices, is_normalized, has_shared, shares, list, chosen, (u16*)weights)
+      : ONE || choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
                          : share_out(chosen, choices, experts, shares, list, list + choices);
   const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
@@ -222,7 +226,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  if (is_early && !ROUTED) wait_for_inputs();
+  if (is_early && !EARLY) wait_for_inputs();
+#if COMBINE
+  const int rank = blockIdx.x % COMBINE;
+  const float weight = is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
+#endif
   if (ONE) {
     constexpr int MOST = ((STEPS + WARPS - 1) / WARPS * 4 * PIECE + 255) / 256;  // vectors of a lane
     const u16* const row = x + (u64)(COMBINE ? blockIdx.x % (COMBINE ? COMBINE : 1) : 0) * x_stride;
@@ -231,12 +239,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     auto load = [&](int i) {
       const u16* const from = row + first + i * 256;
       if (first + i * 256 >= behind) return make_uint4(0, 0, 0, 0);
-      return IS_EARLY_X ? read_128(from) : *(const uint4*)from;
+      return EARLY ? read_128(from) : *(const uint4*)from;
     };
-    if (IS_EARLY_X) load_early(own, load);
+    if (EARLY) load_early(own, load);
 #pragma unroll
     for (int i = 0; i < MOST; i++) {
-      if (!IS_EARLY_X) own[i] = load(i);
+      if (!EARLY) own[i] = load(i);
     }
 #pragma unroll
     for (int i = 0; i < MOST; i++) {
@@ -245,7 +253,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     __syncwarp();
   }
   // Its codes are on their way; what writes logits has little left to do.
-  if (ROUTED && !COMBINE) wait_for_inputs();
+  if (ROUTED) wait_for_inputs();
+  // The next kernel waits for this one, and this one, at its end, for that whose values it has read.
+  if (EARLY) start_next();
 
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
@@ -372,17 +382,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       return sum + biases[at];
     };
 #if COMBINE
-    const int rank = blockIdx.x % COMBINE;
-    if (ROUTED) wait_for_inputs();
     cluster_wait();  // all blocks have begun
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-      const float weight = ROUTED ? slot_weights[rank] : is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
       const float y = share.count ? value(0, r) * weight : 0;
       store_and_count(parts + rank * ROWS + r, __float_as_uint(y), &parts_there, 0);
     }
-    if (rank) return;
-    wait_for_stores(&parts_there);
-    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+    if (rank == 0) wait_for_stores(&parts_there);
+    for (int r = threadIdx.x; rank == 0 && r < ROWS; r += THREADS) {
       float sum = 0;
       for (int i = 0; i < COMBINE; i++) sum += parts[i * ROWS + r];
       out[number_of(tile) * ROWS + r] = u16(pack_bf16(sum, 0));
@@ -399,4 +405,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     }
 #endif
   }
+  if (EARLY) wait_for_kernel();
 }
