@@ -257,7 +257,7 @@ FIRST_TILES = {
 }  # fmt: skip
 """By tokens, tiles that are tried for the first product."""
 SECOND_TILES = FIRST_TILES | {
-    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (2, 7), (6, 2))] + [Tile(64, 8, 2, 4)]
+    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (3, 6), (2, 7))] + [Tile(64, 8, 2, 4)]
 }
 """The same for the second; all are tried with the default of the other."""
 

@@ -182,10 +182,10 @@ def _layer(
     down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
-    if first and second and _is_few(x, experts, up) and cuda.serves(x, _shape(experts), first, up_bias):
+    if first and second and _is_few(x, experts, up) and cuda.serves(x, _choices(experts), first, up_bias):
         y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate)
-        if cuda.serves(y_SN, _shape(experts), second, down_bias):
-            if cuda.combines(_shape(experts), x):
+        if cuda.serves(y_SN, _choices(experts), second, down_bias):
+            if cuda.combines(_choices(experts), x):
                 return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
             y_SN = cuda.few_product(y_SN, experts, second, down_bias)
             return _combined(y_SN, None, experts, weights, second.shape[0])
@@ -224,7 +224,7 @@ def _routed_layer(
     return _layer(x, experts, weights, up, up_bias, down, down_bias, gate)
 
 
-def _shape(experts: Tensor) -> tuple[int, int]:
+def _choices(experts: Tensor) -> tuple[int, int]:
     tokens, top_k = experts.shape
     return tokens, top_k
 
@@ -271,7 +271,7 @@ def _few(
     x: Tensor, experts: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, places_S: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Multiply rows in the order of choices."""
-    if isinstance(weight, PackedExperts) and cuda.serves(x, _shape(experts), weight, bias):
+    if isinstance(weight, PackedExperts) and cuda.serves(x, _choices(experts), weight, bias):
         return cuda.few_product(x, experts, weight, bias, places_S=places_S)
     if _has_kernels(x):
         from nibble.kernels.experts.triton import few_product

@@ -34,6 +34,8 @@ WARPS = 4
 """Of a block."""
 ROWS, BLOCKS = (32, 64), (5, 3)
 """Outputs that a block multiplies at a time, and blocks of a processor."""
+MOST_STAGES = 6, 4
+"""Steps that are copied at a time for a single token, at most, by the first product and the second."""
 RESERVED = 1 << 10
 """Bytes of shared memory that a block takes beside what it asks for, at most."""
 LANES = 4
@@ -164,14 +166,11 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
     """
     (experts, outputs, inputs), bits = matrices.shape, matrices.format.bits
     if tokens == 1:
-        # All that a warp reads is on its way at a time.
-        steps = cdiv(cdiv(inputs * bits, LANES * 128), WARPS)
-        return Tile(
-            ROWS[0],
-            COLUMNS[0],
-            4 if is_second else 3,
-            min(steps + 1, 4 if is_second else 6),
-        )
+        # All that a warp reads is on its way at a time; where blocks have one tile each, there is nothing behind it.
+        steps, is_only = cdiv(cdiv(inputs * bits, LANES * 128), WARPS), is_second and choices <= MOST_COMBINED
+        most = MOST_STAGES[is_second]
+        stages = max(steps, 2) if is_only and steps <= most else min(steps + 1, most)
+        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, stages)
     is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 

@@ -44,6 +44,8 @@ constexpr u32 SCALE_GROUP = OUTPUTS * SCALE_BYTES / OWN;            // bytes of 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
 constexpr int VECTORS = OWN + (IS_PLAIN ? 0 : (GROUPS * SCALE_BYTES + 15) / 16), STAGE_BYTES = VECTORS * 512;
 constexpr int VECTORS_OF_X = PIECE / 8;
+constexpr bool AT_ONCE = COMBINE && (STEPS + WARPS - 1) / WARPS <= STAGES;  // a block copies its only tile as a whole
+constexpr int AHEAD = AT_ONCE ? STAGES : STAGES - 1;                        // steps that are on their way
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
 constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
 constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
@@ -222,7 +224,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   Cursor ahead_at{(int)blockIdx.x, begin};
   enter(ahead_at);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
+  for (int i = 0; i < AHEAD; i++) {
     if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -289,8 +291,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     float acc[OWN / 2][TILES][4] = {};
 #pragma unroll 1
     for (int step = begin; step < end; step++, place = place + 1 == STAGES ? 0 : place + 1) {
-      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-      if (ahead_at.tile < stop) {
+      asm volatile("cp.async.wait_group %0;" :: "n"(AHEAD - 1) : "memory");
+      if (!AT_ONCE && ahead_at.tile < stop) {
         copy(ahead_at, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead_at);
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
