@@ -91,7 +91,7 @@ def test_a_token_and_its_router_in_a_graph(model: str, name: str, has_shared: bo
     torch.manual_seed(0)
     hidden, inner, top_k, count, gate = MODELS[model]
     top_k -= has_shared
-    made = []
+    made: list[Any] = []
     for _ in range(3):
         up, down = (matrices(name, shape) for shape in ((count, 2 * inner, hidden), (count, hidden, inner)))
         biases = [torch.randn(count, n, device="cuda").bfloat16() for n in (2 * inner, hidden)]
@@ -101,7 +101,7 @@ def test_a_token_and_its_router_in_a_graph(model: str, name: str, has_shared: bo
     first, second = (cuda.matrices_of(matrix, 1) for matrix in (up, down))
     x = torch.randn(1, hidden, device="cuda").bfloat16()
     assert first and second and cuda.routes(x, weight, (1, top_k + has_shared), first, second)
-    choice = {"top_k": top_k, "is_normalized": gate.kind == CLAMPED, "has_shared": has_shared}
+    choice: dict[str, Any] = {"top_k": top_k, "is_normalized": gate.kind == CLAMPED, "has_shared": has_shared}
 
     def step() -> list[torch.Tensor]:
         values = [x]
