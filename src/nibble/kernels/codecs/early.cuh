@@ -11,12 +11,18 @@ DEVICE void store_early(u16* to, u32 x) {
   asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" :: "l"(to), "h"(u16(x)) : "memory");
 }
 
-// All that this thread stored is there for kernels that start behind it.
+// What this thread stored is there for the kernel that starts next, if that reads it by these functions.
 DEVICE void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 DEVICE u32 read_16(const u16* from) {
   u16 x;
   asm volatile("ld.relaxed.gpu.global.u16 %0,[%1];" : "=h"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DEVICE long long read_64(const long long* from) {
+  long long x;
+  asm volatile("ld.relaxed.gpu.global.s64 %0,[%1];" : "=l"(x) : "l"(from) : "memory");
   return x;
 }
 

@@ -134,7 +134,8 @@ DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalize
 // The same where experts are given.
 DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
   for (int s = threadIdx.x; s < choices; s += THREADS) {
-    shares[s] = {(int)min(chosen[s], (long long)(experts - 1)), s, chosen[s] < experts}, list[s] = s;
+    const long long expert = EARLY ? read_64(chosen + s) : chosen[s];
+    shares[s] = {(int)min(expert, (long long)(experts - 1)), s, expert < experts}, list[s] = s;
   }
   __syncthreads();
   return choices;
@@ -231,7 +232,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   if (is_early && !EARLY) wait_for_inputs();
 #if COMBINE
   const int rank = blockIdx.x % COMBINE;
-  const float weight = is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
+  const float weight = EARLY      ? from_bf16(read_16((const u16*)weights + rank))
+                       : is_float ? ((const float*)weights)[rank]
+                                  : from_bf16(((const u16*)weights)[rank]);
 #endif
   if (ONE) {
     constexpr int MOST = ((STEPS + WARPS - 1) / WARPS * 4 * PIECE + 255) / 256;  // vectors of a lane
@@ -241,7 +244,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     auto load = [&](int i) {
       const u16* const from = row + first + i * 256;
       if (first + i * 256 >= behind) return make_uint4(0, 0, 0, 0);
-      return EARLY ? read_128(from) : *(const uint4*)from;
+      return EARLY || ROUTED ? read_128(from) : *(const uint4*)from;
     };
     if (EARLY) load_early(own, load);
 #pragma unroll
