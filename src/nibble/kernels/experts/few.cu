@@ -232,9 +232,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   if (is_early && !EARLY) wait_for_inputs();
 #if COMBINE
   const int rank = blockIdx.x % COMBINE;
-  const float weight = EARLY      ? from_bf16(read_16((const u16*)weights + rank))
-                       : is_float ? ((const float*)weights)[rank]
-                                  : from_bf16(((const u16*)weights)[rank]);
+  // Bits, which are converted where they are needed, so that nothing waits for them here.
+  const u32 weight = EARLY      ? read_16((const u16*)weights + rank)
+                     : is_float ? ((const u32*)weights)[rank]
+                                : ((const u16*)weights)[rank];
 #endif
   if (ONE) {
     constexpr int MOST = ((STEPS + WARPS - 1) / WARPS * 4 * PIECE + 255) / 256;  // vectors of a lane
@@ -389,7 +390,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
 #if COMBINE
     cluster_wait();  // all blocks have begun
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-      const float y = share.count ? value(0, r) * weight : 0;
+      const float share_of_sum = __uint_as_float(is_float ? weight : weight << 16);
+      const float y = share.count ? value(0, r) * share_of_sum : 0;
       store_and_count(parts + rank * ROWS + r, __float_as_uint(y), &parts_there, 0);
     }
     if (rank == 0) wait_for_stores(&parts_there);
