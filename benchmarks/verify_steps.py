@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -41,7 +40,7 @@ from nibble import LLM, SamplingParams
 from nibble.engine import drafters, engine
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
-from nibble.engine.request import Batch, Delta, Logprob
+from nibble.engine.request import Batch, Delta
 from nibble.engine.speculative import Speculation
 
 EXACT, QUANTISED = 0.05, 0.35
@@ -62,21 +61,16 @@ class Free:
         return [[1] * task.limit for task in tasks]
 
 
-@cache
-def unscored(token: int) -> Logprob:
-    return Logprob(token, 0.0)
-
-
 @contextmanager
 def accepting(share: float) -> Iterator[None]:
     """Accept each draft with this probability, whatever was drawn."""
     dice = random.Random(1)
 
-    def run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+    def run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
         count = 0
         while count < len(drafts) and dice.random() < share:
             count += 1
-        return [*map(unscored, drafts[:count]), sampled[count]]
+        return [*drafts[:count], sampled[count]]
 
     with mock.patch.object(engine, "accepted_run", run):
         yield

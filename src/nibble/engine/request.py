@@ -157,8 +157,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Return whether all tokens but the last are stored, or will be."""
+        # Every step asks this of every request, some times over.
+        if item := self.in_flight:
+            return item.samples_token or item.end == len(self.token_ids) - 1
         # Not at 0: a prompt of one token is a prefill.
-        return 0 < self.num_computed_tokens == self.num_tokens - 1
+        return 0 < self.lease.num_stored_tokens == len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import LONGEST_PAUSE, SHORTEST_PAUSE, DraftPolicy, Gain, Likelihood, Medians
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
-from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
+from nibble.engine.request import Batch, Request, ScheduledRequest
 
 log = logging.getLogger("nibble.drafts")
 
@@ -40,20 +40,20 @@ MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
 
-def accepted_run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
     """Return the tokens that a verification adds to an answer: accepted drafts, and one more.
 
     Args:
         drafts: tokens that were proposed, k of them.
         sampled: what was drawn at each position, k + 1 tokens, each as if the drafts before it were part of the answer;
-            None where logits are not numbers.
+            INVALID_TOKEN where logits are not numbers.
     """
     count = 0
     for draft, token in zip(drafts, sampled, strict=False):
-        if token is None or token.token != draft:
+        if token != draft:
             break
         count += 1
-    return list(sampled[: count + 1])
+    return sampled[: count + 1]
 
 
 @dataclass(slots=True)
