@@ -162,9 +162,17 @@ class RankManagers:
         """Return the most draft tokens that a step may have after the token at `start`."""
         return self._of(lease).draft_room(lease, start)
 
-    def take_back(self, lease: Lease) -> None:
-        """Give back what is reserved behind the last stored token."""
-        self._of(lease).take_back(lease)
+    def reserve_ahead(self, lease: Lease, upto: int) -> None:
+        """Allocate pages for `upto` tokens that a later step may have, where so many are free."""
+        self._of(lease).reserve_ahead(lease, upto)
+
+    def take_back(self, lease: Lease, keep: int = 0) -> None:
+        """Give back what is reserved behind the last stored token, but pages of `keep` tokens."""
+        self._of(lease).take_back(lease, keep)
+
+    def trim(self, lease: Lease, keep: int = 0) -> None:
+        """Give back pages behind all that is reserved, and behind `keep` tokens."""
+        self._of(lease).trim(lease, keep)
 
     def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them."""

@@ -96,6 +96,11 @@ class InFlightStep:
     prompt_logprobs: RowLogprobs | None
     """Of all logprob_rows of the batch, in its order."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether it verifies drafts."""
+        return any(item.drafts for item in self.sampling)
+
     def read(self) -> dict[Request, list[int]]:
         """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers."""
         tokens, first, runs = self.sampled.read_ids() if self.sampled else [], 0, dict[Request, list[int]]()
@@ -379,6 +384,7 @@ class Engine:
             self.speculation.policy.interrupted()
             return
         drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
+        self.speculation.settle()
         # As many as the recorded step has that serves them.
         drafts = self.speculation.rounded(drafts)
         self.speculation.policy.launched(count, drafts, perf_counter(), waited=waited)
@@ -458,6 +464,9 @@ class Engine:
             # The step stays in the queue while it is read: after an interrupt it is read again.
             step = self._in_flight[0]
             try:
+                if step.has_drafts:
+                    # While the device computes: the next step can begin once drafts for it are known.
+                    self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
                 runs, logprobs = step.read(), step.read_logprobs()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for

@@ -115,7 +115,7 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         """Return the number of leading tokens whose KV is in the cache once the steps in flight are done."""
-        return self.in_flight.end if self.in_flight else self.num_stored_tokens
+        return self.in_flight.end if self.in_flight else self.lease.num_stored_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +164,7 @@ class Request:
         return 0 < self.lease.num_stored_tokens == len(self.token_ids) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take twice the time, for every request of every step
 class ScheduledRequest:
     """Tokens of one request that a step computes; all tokens before them are stored in its lease's pages.
 
@@ -214,6 +214,11 @@ class ScheduledRequest:
     def end(self) -> int:
         """Return the number of tokens that are stored once this is done."""
         return self.start + self.num_tokens
+
+    @property
+    def next_end(self) -> int:
+        """Return the most tokens that are stored once the step after this is done, with as many drafts."""
+        return self.start + self.num_tokens + 1 + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,9 +164,10 @@ class Scheduler:
         room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
         for request, count in counts.items():
             # Once all others have their pages: nobody gives up any for drafts.
-            of_request = drafts.get(request, ())[:room] if request.is_decoding else ()
-            of_request = self._reserve_drafts(request, of_request)
-            room -= len(of_request)
+            of_request = drafts.get(request, ())[:room]
+            if of_request:
+                of_request = self._reserve_drafts(request, of_request)
+                room -= len(of_request)
             scheduled.append(ScheduledRequest.next_chunk(request, count, of_request))
         return Batch.from_scheduled(scheduled) if scheduled else None
 
@@ -181,6 +182,16 @@ class Scheduler:
             request.params.max_tokens - request.num_output_tokens, self.limit - len(request.token_ids)
         )
         return min(num_left - 1, self.manager.draft_room(request.lease, request.num_stored_tokens))
+
+    def reserve_ahead(self, batch: Batch) -> list[Lease]:
+        """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
+
+        No step has to wait for that then. They are given back where pages are short.
+        """
+        items = [item for item in batch.scheduled if item.drafts and item.request.in_flight is item]
+        for item in items:
+            self.manager.reserve_ahead(item.request.lease, item.next_end)
+        return [item.request.lease for item in items]
 
     def launch(self, batch: Batch) -> None:
         """Mark `batch` as in flight: schedule() goes on from its end. Commit it before two more are launched."""
@@ -211,12 +222,14 @@ class Scheduler:
             if request.in_flight is item:
                 request.in_flight = None
             # Also of a request that has lost its pages: it goes on after them.
-            request.prompt_logprobs += prompt_logprobs.get(request.id, ())
+            if entries := prompt_logprobs.get(request.id):
+                request.prompt_logprobs += entries
             new = tokens[request.id] if item.samples_token else ()
             new = (new,) if isinstance(new, int) else new
             num_accepted = max(len(new) - 1, 0)
             # Those are stored already, and a page that they fill enters the tree by its tokens.
-            request.token_ids += new[:num_accepted]
+            if num_accepted:
+                request.token_ids += new[:num_accepted]
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
@@ -225,7 +238,7 @@ class Scheduler:
                 num_rejected = len(item.drafts) - num_accepted
                 self.manager.commit(request.lease, request.token_ids, item.end - num_rejected)
                 if item.drafts:
-                    self.manager.take_back(request.lease)
+                    self.manager.take_back(request.lease, item.next_end)
             if item.phase.decodes:
                 metrics.decode_tokens += len(new)
             else:
@@ -277,6 +290,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests in order, up to the first one whose pages do not fit."""
+        if not self.waiting:
+            return
         room = max(self.max_running - len(self.running), 0)
         # Answers that wait for another's prompt do not hold up those behind them.
         candidates = list(itertools.islice((one for one in self.waiting if one.can_start), room))
@@ -455,7 +470,7 @@ class Scheduler:
                 return True
             except OutOfPages as error:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
-                if self._offload(error):
+                if self._trim() or self._offload(error):
                     continue
                 # Always the last in order, so that the first one makes progress; of those whose pages are of use.
                 rank = request.lease.rank
@@ -468,7 +483,7 @@ class Scheduler:
         """Reserve pages for drafts; return none of them where pages are short."""
         start = request.num_computed_tokens
         # Its lease may have changed for the sake of others since they were asked for.
-        drafts = drafts[: self.manager.draft_room(request.lease, start)] if drafts else ()
+        drafts = drafts[: self.manager.draft_room(request.lease, start)] if request.is_decoding else ()
         if not drafts:
             return ()
         try:
@@ -476,6 +491,13 @@ class Scheduler:
         except OutOfPages:
             return ()
         return drafts
+
+    def _trim(self) -> bool:
+        """Give back pages that running requests have for drafts to come; return whether there were any."""
+        before = self.manager.num_available_pages
+        for request in self.running:
+            self.manager.trim(request.lease)
+        return self.manager.num_available_pages > before
 
     def _offload(self, error: OutOfPages) -> bool:
         """Move the longest decoding requests to hot buffers where frames are short; return whether that frees any."""

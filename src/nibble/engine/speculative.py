@@ -157,6 +157,8 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
+    _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
+    """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
@@ -169,6 +171,7 @@ class Speculation:
             requests: that the step in flight decodes.
         """
         self._num_drafts = None
+        self.settle()
         lengths = {request: self._length_at(request, len(request.token_ids) + 1) for request in requests}
         askable = {one: length for one, length in lengths.items() if length > 0 and self._may_propose(one)}
         if askable and self.chooses:
@@ -185,18 +188,19 @@ class Speculation:
             room: returns the most tokens that may be drafted for one.
             others: requests that decode too.
         """
+        self.settle()
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
-        token_seconds, verification = self._values(running) if lengths else (None, 0.0)
+        if not lengths:
+            return {}
+        token_seconds, verification = self._values(running)
         tasks = [
             DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
         ]
-        if not tasks:
-            return {}
         start = perf_counter()
-        drafts = zip(tasks, self._proposed(tasks), strict=True)
-        usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
+        drafts = zip(lengths, self._proposed(tasks), strict=True)
+        usable = {request: self._usable(request, tokens) for request, tokens in drafts}
         self._note_proposals(usable, perf_counter() - start, token_seconds, verification)
         return {request: tokens for request, tokens in usable.items() if tokens}
 
@@ -234,8 +238,14 @@ class Speculation:
                 if not tokens:
                     self.policy.note_gain(length.gain, -length.cost, len(request.token_ids))
         elif self.overlaps or self.head:
+            self._proposals.append(drafts)
+
+    def settle(self) -> None:
+        """Note for whom something was proposed, once there is time: before drafts are noted or asked for again."""
+        for drafts in self._proposals:
             for request, tokens in drafts.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
+        self._proposals.clear()
 
     def observe(self, batch: Batch, states_TX: Any) -> None:
         """Let a head that drafts read the hidden states [T, X] of a step, in its order."""
@@ -279,8 +289,8 @@ class Speculation:
         most = max(self._recorded_counts(running), default=0) if self.overlaps else self.max_tokens
         lengths = dict[Request, int]()
         for request in decoding:
-            length = min(self._length_at(request, len(request.token_ids)), room(request), left, most)
-            if length > 0:
+            length = min(self._length_at(request, len(request.token_ids)), left, most)
+            if length > 0 and (length := min(length, room(request))) > 0:
                 lengths[request] = length
                 left -= length
         if lengths and self.chooses:
@@ -335,6 +345,7 @@ class Speculation:
 
     def note(self, item: ScheduledRequest, num_accepted: int) -> None:
         """Note how many drafts of a step were accepted."""
+        self.settle()
         proposed = len(item.drafts)
         self.counts.add(proposed, num_accepted)
         self.policy.update(proposed, num_accepted)
