@@ -340,25 +340,32 @@ class CacheManager:
         return self._states.draft_room(lease, start) if self._states else MAX_DRAFTS
 
     def reserve_ahead(self, lease: Lease, upto: int) -> None:
-        """Allocate pages for `upto` tokens that a later step may have, where so many are free; trim() frees them."""
+        """Allocate pages for `upto` tokens that a later step may have, where so many are free; see trim()."""
         needed = self.pages_for(upto) - len(lease.pages)
-        if 0 < needed <= self._allocator.num_free and not self.residency:
-            self._reserve_pages(lease, needed)
+        if needed <= self._allocator.num_free and not self.residency:
+            lease.num_ahead_tokens = upto
+            if needed > 0:
+                self._reserve_pages(lease, needed)
 
-    def take_back(self, lease: Lease, keep: int = 0) -> None:
+    def take_back(self, lease: Lease) -> None:
         """Give back what is reserved behind the last stored token: of drafts that do not count.
 
         Args:
             lease: an open lease, of which no step is in flight.
-            keep: tokens that the next step may have, whose pages stay until they are short.
         """
         assert not lease.hot_frames, "a hot buffer is for one new token"
         lease.num_reserved_tokens = lease.num_stored_tokens
-        self.trim(lease, keep)
+        self._shrink(lease, max(lease.num_stored_tokens, lease.num_ahead_tokens))
 
-    def trim(self, lease: Lease, keep: int = 0) -> None:
-        """Give back pages behind all that is reserved, and behind `keep` tokens."""
-        count = self.pages_for(max(keep, lease.num_reserved_tokens, lease.replay_until))
+    def trim(self, lease: Lease) -> None:
+        """Give back what reserve_ahead() has allocated, and nobody has reserved since."""
+        if lease.num_ahead_tokens:
+            lease.num_ahead_tokens = 0
+            self._shrink(lease, lease.num_reserved_tokens)
+
+    def _shrink(self, lease: Lease, tokens: int) -> None:
+        """Give back pages behind so many tokens."""
+        count = self.pages_for(tokens)
         if surplus := lease.pages[count:]:
             del lease.pages[count:]
             if self.residency:

@@ -166,13 +166,13 @@ class RankManagers:
         """Allocate pages for `upto` tokens that a later step may have, where so many are free."""
         self._of(lease).reserve_ahead(lease, upto)
 
-    def take_back(self, lease: Lease, keep: int = 0) -> None:
-        """Give back what is reserved behind the last stored token, but pages of `keep` tokens."""
-        self._of(lease).take_back(lease, keep)
+    def take_back(self, lease: Lease) -> None:
+        """Give back what is reserved behind the last stored token."""
+        self._of(lease).take_back(lease)
 
-    def trim(self, lease: Lease, keep: int = 0) -> None:
-        """Give back pages behind all that is reserved, and behind `keep` tokens."""
-        self._of(lease).trim(lease, keep)
+    def trim(self, lease: Lease) -> None:
+        """Give back what reserve_ahead() has allocated, and nobody has reserved since."""
+        self._of(lease).trim(lease)
 
     def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them."""

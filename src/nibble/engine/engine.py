@@ -464,7 +464,7 @@ class Engine:
             # The step stays in the queue while it is read: after an interrupt it is read again.
             step = self._in_flight[0]
             try:
-                if step.has_drafts:
+                if self.overlap and step.has_drafts:
                     # While the device computes: the next step can begin once drafts for it are known.
                     self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
                 runs, logprobs = step.read(), step.read_logprobs()

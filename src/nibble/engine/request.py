@@ -215,11 +215,6 @@ class ScheduledRequest:
         """Return the number of tokens that are stored once this is done."""
         return self.start + self.num_tokens
 
-    @property
-    def next_end(self) -> int:
-        """Return the most tokens that are stored once the step after this is done, with as many drafts."""
-        return self.start + self.num_tokens + 1 + len(self.drafts)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -190,7 +190,8 @@ class Scheduler:
         """
         items = [item for item in batch.scheduled if item.drafts and item.request.in_flight is item]
         for item in items:
-            self.manager.reserve_ahead(item.request.lease, item.next_end)
+            # As many drafts again, should all of these count.
+            self.manager.reserve_ahead(item.request.lease, item.end + item.num_tokens)
         return [item.request.lease for item in items]
 
     def launch(self, batch: Batch) -> None:
@@ -238,7 +239,7 @@ class Scheduler:
                 num_rejected = len(item.drafts) - num_accepted
                 self.manager.commit(request.lease, request.token_ids, item.end - num_rejected)
                 if item.drafts:
-                    self.manager.take_back(request.lease, item.next_end)
+                    self.manager.take_back(request.lease)
             if item.phase.decodes:
                 metrics.decode_tokens += len(new)
             else:
