@@ -22,7 +22,6 @@ from nibble.cache.residency import Residency, TierStats
 from nibble.cache.states import StateBooks, StateSlots, StateStats
 from nibble.drafts import MAX_DRAFTS
 from nibble.errors import OutOfPages
-from nibble.kernels import cdiv
 
 
 @dataclass(slots=True)
@@ -136,7 +135,7 @@ class CacheManager:
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
-        return cdiv(tokens, self.page_size)
+        return -(-tokens // self.page_size)
 
     def min_frames(self, leases: Iterable[tuple[int, bool]]) -> int:
         """Return the frames that leases need under pressure, room to grow included; 0 without a host tier.
@@ -293,6 +292,9 @@ class CacheManager:
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
         """
+        if self._window is None and self._states is None and upto <= len(lease.pages) * self.page_size:
+            lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
+            return
         needed, window = self.pages_for(upto) - len(lease.pages), self._window
         if window and window.is_ready(lease, upto):
             window = None
@@ -366,7 +368,8 @@ class CacheManager:
     def _shrink(self, lease: Lease, tokens: int) -> None:
         """Give back pages behind so many tokens."""
         count = self.pages_for(tokens)
-        if surplus := lease.pages[count:]:
+        if len(lease.pages) > count:
+            surplus = lease.pages[count:]
             del lease.pages[count:]
             if self.residency:
                 self.residency.release(surplus)

@@ -147,7 +147,7 @@ class ModelRunner:
         else:
             numbers = self.step_numbers(scheduled, every)
         followers = self.followers
-        logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
+        logits = self._compute_with(followers, numbers) if followers else self._compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs; those with drafts may be written again.
             settled = ((item.request.lease, item.end - len(item.drafts)) for item in scheduled)
@@ -173,6 +173,9 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
         """Compute a step of which all numbers are known; see forward()."""
+        return self._compute(numbers, probe)
+
+    def _compute(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
         if self.states:
             self.states.copy(list(numbers.state_copies))
         if not numbers.replay_size:

@@ -178,10 +178,11 @@ class Scheduler:
 
     def draft_room(self, request: Request) -> int:
         """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
-        num_left = min(
-            request.params.max_tokens - request.num_output_tokens, self.limit - len(request.token_ids)
+        lease = request.lease
+        end = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
+        return min(
+            end - len(request.token_ids) - 1, self.manager.draft_room(lease, lease.num_stored_tokens)
         )
-        return min(num_left - 1, self.manager.draft_room(request.lease, request.num_stored_tokens))
 
     def reserve_ahead(self, batch: Batch) -> list[Lease]:
         """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
@@ -218,7 +219,7 @@ class Scheduler:
         metrics.steps += 1
         for item in batch.scheduled:
             request = item.request
-            if request.is_finished:
+            if request.state is State.FINISHED:
                 continue
             if request.in_flight is item:
                 request.in_flight = None
@@ -244,22 +245,19 @@ class Scheduler:
                 metrics.decode_tokens += len(new)
             else:
                 metrics.prompt_tokens += item.num_tokens
-            if new:
-                self._append(request, new[-1])
-            if request.is_finished:
+            if new and (reason := self._append(request, new[-1])):
+                self.finish(request, reason)
                 ended.append(request)
         return ended
 
-    def _append(self, request: Request, token: int) -> None:
-        """Add the last token of a step to an answer, or end it."""
+    def _append(self, request: Request, token: int) -> FinishReason | None:
+        """Add the last token of a step to an answer, and return why that ends, if it does."""
         if not request.params.max_tokens:
-            self.finish(request, "length")
-        elif token in request.stop_ids:
-            self.finish(request, "stop")
-        else:
-            request.token_ids.append(token)
-            if self._is_full(request, len(request.token_ids)):
-                self.finish(request, "length")
+            return "length"
+        if token in request.stop_ids:
+            return "stop"
+        request.token_ids.append(token)
+        return "length" if self._is_full(request, len(request.token_ids)) else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Of one that has ended already, only the reason changes."""
@@ -464,10 +462,10 @@ class Scheduler:
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserve pages for `count` more tokens; return False where `request` itself gave up its pages for it."""
-        upto = request.num_computed_tokens + count
+        start = request.num_computed_tokens
         while True:
             try:
-                self.manager.reserve(request.lease, upto, start=request.num_computed_tokens)
+                self.manager.reserve(request.lease, start + count, start=start)
                 return True
             except OutOfPages as error:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
@@ -482,13 +480,13 @@ class Scheduler:
 
     def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve pages for drafts; return none of them where pages are short."""
-        start = request.num_computed_tokens
+        lease, start = request.lease, request.num_computed_tokens
         # Its lease may have changed for the sake of others since they were asked for.
-        drafts = drafts[: self.manager.draft_room(request.lease, start)] if request.is_decoding else ()
+        drafts = drafts[: self.manager.draft_room(lease, start)] if request.is_decoding else ()
         if not drafts:
             return ()
         try:
-            self.manager.reserve(request.lease, start + 1 + len(drafts), len(drafts), start=start)
+            self.manager.reserve(lease, start + 1 + len(drafts), len(drafts), start=start)
         except OutOfPages:
             return ()
         return drafts

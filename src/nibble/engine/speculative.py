@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,6 +55,16 @@ def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
             break
         count += 1
     return sampled[: count + 1]
+
+
+@lru_cache(256)
+def recorded_counts(running: int, most_drafts: int, step_tokens: int) -> list[int]:
+    """Return the numbers of drafts for each of so many requests that recorded steps have room for.
+
+    They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
+    """
+    most = step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
+    return [length - 1 for length in recorded_lengths(1 + most_drafts) if length - 1 <= most]
 
 
 @dataclass(slots=True)
@@ -304,12 +315,7 @@ class Speculation:
         return next((count for count in counts if count >= drafts), drafts) if drafts else 0
 
     def _recorded_counts(self, running: int) -> list[int]:
-        """Return the numbers of drafts for each of so many requests that recorded steps have room for.
-
-        They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
-        """
-        most = self.step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
-        return [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= most]
+        return recorded_counts(running, self.max_tokens, self.step_tokens)
 
     def _choose(self, running: int, lengths: Mapping[Request, int]) -> int:
         """Return how many tokens to draft for each request of a step, 0 for none.
