@@ -196,10 +196,13 @@ class ScheduledRequest:
             count: how many.
             drafts: tokens that may follow them; `count` is 1 then, of a request that decodes.
         """
-        start = request.num_computed_tokens
         if drafts:
-            assert count == 1 and request.is_decoding and not request.in_flight, "drafts follow a known token"
-            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, write_from=start, drafts=drafts)
+            start = request.lease.num_stored_tokens
+            assert count == 1 and not request.in_flight and start == len(request.token_ids) - 1, (
+                "drafts follow a known token"
+            )
+            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, NO_ROWS, start, drafts)
+        start = request.num_computed_tokens
         num_left = request.num_tokens - start - count
         assert count > 0 and num_left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
         is_last = num_left == 0

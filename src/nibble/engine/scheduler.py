@@ -142,7 +142,7 @@ class Scheduler:
         What is neither committed nor in flight is scheduled again.
 
         Args:
-            drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
+            drafts: tokens that may follow those of draftable requests; they get what budget and pages are left.
         """
         self._admit()
         decodes: list[Request] = []
@@ -164,9 +164,9 @@ class Scheduler:
         room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
         for request, count in counts.items():
             # Once all others have their pages: nobody gives up any for drafts.
-            of_request = drafts.get(request, ())[:room]
+            of_request = drafts.get(request, ())
             if of_request:
-                of_request = self._reserve_drafts(request, of_request)
+                of_request = self._reserve_drafts(request, of_request[:room])
                 room -= len(of_request)
             scheduled.append(ScheduledRequest.next_chunk(request, count, of_request))
         return Batch.from_scheduled(scheduled) if scheduled else None
@@ -180,9 +180,7 @@ class Scheduler:
         """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
         lease = request.lease
         end = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
-        return min(
-            end - len(request.token_ids) - 1, self.manager.draft_room(lease, lease.num_stored_tokens)
-        )
+        return min(end - len(request.token_ids) - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
 
     def reserve_ahead(self, batch: Batch) -> list[Lease]:
         """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
@@ -480,9 +478,9 @@ class Scheduler:
 
     def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve pages for drafts; return none of them where pages are short."""
-        lease, start = request.lease, request.num_computed_tokens
+        lease, start = request.lease, request.lease.num_stored_tokens
         # Its lease may have changed for the sake of others since they were asked for.
-        drafts = drafts[: self.manager.draft_room(lease, start)] if request.is_decoding else ()
+        drafts = drafts[: self.manager.draft_room(lease, start)]
         if not drafts:
             return ()
         try:

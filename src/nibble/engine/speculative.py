@@ -289,7 +289,7 @@ class Speculation:
     @property
     def weighs(self) -> bool:
         """Return whether the drafts of each request are weighed against the time of a model's steps, on a CPU."""
-        return self.needs_model and self.adapts and not self.overlaps
+        return not self.overlaps and self.needs_model and self.adapts
 
     def _lengths_of(
         self, decoding: Sequence[Request], room: Callable[[Request], int], running: int
@@ -300,8 +300,10 @@ class Speculation:
         most = max(self._recorded_counts(running), default=0) if self.overlaps else self.max_tokens
         lengths = dict[Request, int]()
         for request in decoding:
-            length = min(self._length_at(request, len(request.token_ids)), left, most)
-            if length > 0 and (length := min(length, room(request))) > 0:
+            if left <= 0:
+                break
+            length = self._length_at(request, len(request.token_ids))
+            if length and (length := min(length, left, most, room(request))) > 0:
                 lengths[request] = length
                 left -= length
         if lengths and self.chooses:
