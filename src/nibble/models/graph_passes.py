@@ -96,7 +96,7 @@ def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
         joined = graph.call_function(
             torch.ops.nibble.experts_routed_layer.default, (x, *route.args[1:], *operands)
         )
-    joined.meta.update(layer.meta)
+    joined.meta["val"] = layer.meta["val"]
     layer.replace_all_uses_with(joined)
     for node in (layer, *route.users, route):
         graph.erase_node(node)

@@ -137,6 +137,15 @@ def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
     assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
 
 
+def test_a_joined_router_is_compiled() -> None:
+    options = {"post_grad_custom_pre_pass": ReplaceOperators((), "cpu"), "fx_graph_cache": False}
+    run = torch.compile(partial(routed_layer, kind=""), fullgraph=True, options=options)
+    inputs = torch.randn(1, 5, 40), WEIGHT, *EXPERTS
+    with torch.inference_mode():
+        for found, expected in zip(run(*inputs), routed_layer(*inputs), strict=True):
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["rows", "weights", "logits"])
 def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
     names = replaced(partial(routed_layer, kind=kind), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
