@@ -30,8 +30,8 @@ WIDEST_DIM = 128
 FIXED_COLUMNS = 16
 """Most of them over fixed splits."""
 MAX_BATCH = 2048
-MAX_HEADS = 1 << 17
-"""Most KV heads of all requests of a batch."""
+MAX_ROWS = 1 << 20
+"""Most query rows of a batch, including those that only pad a KV head's columns."""
 MERGE_BLOCKS = 8
 """Blocks whose partial results are merged at once, if there are more. MERGE_BLOCKS of decode.cu."""
 RESERVED = 1024 + 256
@@ -200,9 +200,9 @@ class Decode:
         """Allocate the counters of merges for a CUDA device."""
         self.gpu, self.device = gpu_of(device), device
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
-        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS)
+        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS) * WIDTHS[-1]
         # The kernel leaves all counters at zero.
-        self._counters = torch.zeros(MAX_HEADS + first_round, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(MAX_ROWS + first_round, dtype=torch.int32, device=device)
 
     def _workspace(self, variant: Variant) -> Tensor:
         """Return the workspace: a partial result of each warp and two of each block (O, maximum and sum of columns)."""
@@ -282,7 +282,7 @@ class Decode:
             k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory,
             lse_TH is not None, bool(join),
         )  # fmt: skip
-        if requests > MAX_BATCH or requests * k.heads > MAX_HEADS:
+        if requests > MAX_BATCH or requests * k.heads * variant.columns > MAX_ROWS:
             raise BackendError(
                 f"a batch of {requests} requests x {k.heads} KV heads is more than the kernel can count"
             )

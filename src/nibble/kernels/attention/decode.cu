@@ -45,6 +45,7 @@
 #include "decode_merge.cuh"
 
 static_assert(!(LSE && JOIN), "what is merged already is not a part");
+static_assert(2 * ((COLUMNS + WARPS - 1) / WARPS) <= 32, "a lane for each column that a warp merges and blocks share");
 constexpr int THREADS = 32 * WARPS;
 // Of shared memory: a tile of keys and one of values, and queries where there are too many for registers. A warp leaves
 // its partial result where its tiles were.
@@ -54,27 +55,19 @@ constexpr int WARP_BYTES = TILE_BYTES + Queries::BYTES;
 // eights.
 constexpr int MERGE_BLOCKS = 8;
 
-// A (request, head), and its tiles in the line of all.
-struct Head {
-  int request, head, start, stop;
-
-  DEVICE Head(const Batch& batch, int batch_size, int position) {
-    TileCursor it;
-    it.seek(batch, batch_size, position);
-    request = it.request;
-    head = it.head;
-    start = position - it.tile;
-    stop = start + it.num_tiles;
-  }
+// A column of a (request, head) that several blocks share: where it is, and its (request, head)'s tiles in the line of
+// all.
+struct SharedColumn {
+  int request, head, column, start, stop;
 };
 
-// The blocks that have a (request, head), and whose parts are merged in the first round of blocks or the second.
+// Whose partial results of a column are merged by the warp that comes last, in the first round of blocks or the second.
 struct Members {
   bool of_eight, of_eights;
   int first_block, first, count;
 
-  DEVICE Members(const Head& it, const EvenSplit& blocks, bool is_first_round) {
-    const int last_block = blocks.owner(it.stop - 1), eight = blockIdx.x / MERGE_BLOCKS;
+  DEVICE Members(const SharedColumn& it, const EvenSplit& blocks, bool is_first_round) {
+    const int last_block = blocks.owner(max(it.stop - 1, 0)), eight = blockIdx.x / MERGE_BLOCKS;
     first_block = blocks.owner(it.start);
     const int first_eight = first_block / MERGE_BLOCKS;
     const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
@@ -268,70 +261,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // --- merge
   // What several warps have of a (request, head) is merged first, each column by one warp, and then what several
-  // blocks have, by the block that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by their last,
+  // blocks have, by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by their last,
   // and then what those have left. Two such (request, head)s at most have partial results of the same eight blocks: one
   // that begins there, and one that does not.
   //
   // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost more than
-  // the loop. One thread counts, between barriers: a fence of each warp takes longer.
+  // the loop. Columns that blocks share are counted at one time, each by a lane: their latencies overlap.
   int* const eight_counters = counters;
-  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS);
-  __shared__ int is_last[2];
-  // Bits, of what is shared with other blocks: 1 for the (request, head) that begins before the block, 2 for the one
-  // that begins in it.
-  int waiting = 0;
-#pragma unroll 1
-  for (int round = 0; round == 0 || waiting; round++) {
-    __syncthreads();
-    if (round > 0) {
-      const int side = threadIdx.x;
-      if (side < 2 && (waiting >> side & 1)) {
-        const Head it(batch, batch_size, side ? block_end - 1 : block_begin);
-        const Members those(it, blocks, round == 1);
-        const int eight = blockIdx.x / MERGE_BLOCKS;
-        int* const counter = those.of_eight
-                                 ? eight_counters + 2 * eight + (eight == those.first_block / MERGE_BLOCKS)
-                                 : counters + it.request * kv_heads + it.head;
-        __threadfence();  // the partial results are visible before they are counted
-        is_last[side] = atomicAdd(counter, 1) == those.count - 1;
-        if (is_last[side]) *counter = 0;
-        __threadfence();  // and those of others are read after they were counted
-      }
-      __syncthreads();
-    }
-    for (int position = block_begin, turn = 0; position < block_end;) {
-      const Head it(batch, batch_size, position);
-      const int begin = max(it.start, block_begin), end = min(it.stop, block_end);  // what the block has of it
-      const int side = it.start >= block_begin;
-      const bool is_shared = it.start < block_begin || it.stop > block_end;
-      Partials from;
-      u8* to;
-      bool merges;
-      if (round == 0) {
-        const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
+  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
+  __syncthreads();
+  SharedColumn own{};  // a lane's
+  int num_shared = 0, round = 0;
+  bool waits = false;  // whether the lane's column waits for other blocks
+  u32 ready = 0;       // the lanes whose columns can be merged
+  Partials from;
+  u8* to = nullptr;
+  TileCursor segment;
+  bool is_shared = false;
+  // Of what the block has of a (request, head), this warp's next column.
+  for (int position = block_begin, end = block_begin, columns = 0, column = 0, turn = 0;;) {
+    SharedColumn it;
+    bool merges;
+    if (round == 0) {
+      while (column >= columns && end < block_end) {
+        position = end;
+        segment.seek(batch, batch_size, position);
+        const int start = position - segment.tile, stop = start + segment.num_tiles;
+        end = min(stop, block_end);
+        const int first_warp = warps.owner(position - block_begin), last_warp = warps.owner(end - 1 - block_begin);
+        is_shared = start < block_begin || stop > block_end;
         // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
         const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
         from = {smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
                 last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
-        to = is_shared ? block_partials + (2 * blockIdx.x + side) * PARTIAL_BYTES : nullptr;
-        merges = is_shared || first_warp != last_warp;
-        waiting |= is_shared << side;
-      } else {
-        const Members those(it, blocks, round == 1);
-        const bool has_first_block = those.of_eights || those.first == those.first_block;
-        u8* const of_first_block = block_partials + (2 * those.first_block + 1) * PARTIAL_BYTES;
-        u8* const of_others = block_partials + 2 * those.first * PARTIAL_BYTES;
-        from = {of_others, of_first_block, 2 * (those.of_eights ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
-                has_first_block ? 0 : -1, those.count};
-        to = !those.of_eight ? nullptr : has_first_block ? of_first_block : of_others;
-        merges = is_shared && (waiting >> side & 1) && is_last[side];
-        if (is_shared && !(merges && those.of_eight)) waiting &= ~(1 << side);
+        to = is_shared ? block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES : nullptr;
+        columns = is_shared || first_warp != last_warp ? batch.num_queries(segment.request) * group_size : 0;
+        column = (warp - turn % WARPS + WARPS) % WARPS;
+        turn += columns;
       }
-      const int columns = merges ? batch.num_queries(it.request) * group_size : 0, first_row = batch.first_row(it.request);
-      for (int column = 0; column < columns; column++) {
-        if (turn++ % WARPS == warp) merge_partials(from, to, output, first_row, it.head, column, lane);
-      }
-      position = round == 0 ? end : max(end, block_end - 1);
+      merges = column < columns;
+      it = {segment.request, segment.head, column, position - segment.tile,
+            position - segment.tile + segment.num_tiles};
+      column += WARPS;
+    } else if ((merges = ready)) {
+      const int lane_of = __ffs(ready) - 1;
+      ready &= ready - 1;
+      auto its = [&](int x) { return __shfl_sync(ALL_LANES, x, lane_of); };
+      it = {its(own.request), its(own.head), its(own.column), its(own.start), its(own.stop)};
+      const Members those(it, blocks, round == 1);
+      const bool has_first_block = those.of_eights || those.first == those.first_block;
+      u8* const of_first_block = block_partials + (2 * those.first_block + 1) * PARTIAL_BYTES;
+      u8* const of_others = block_partials + 2 * those.first * PARTIAL_BYTES;
+      from = {of_others, of_first_block, 2 * (those.of_eights ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
+              has_first_block ? 0 : -1, those.count};
+      to = !those.of_eight ? nullptr : has_first_block ? of_first_block : of_others;
     }
+    if (merges) {
+      merge_partials(from, to, output, batch.first_row(it.request), it.head, it.column, lane);
+      if (round == 0 && is_shared) {
+        if (lane == num_shared) own = it;
+        num_shared++;
+      }
+      continue;
+    }
+    // --- count
+    waits = round == 0 ? lane < num_shared : waits && Members(own, blocks, round == 1).of_eight;
+    round++;
+    if (!__any_sync(ALL_LANES, waits)) break;
+    const Members those(own, blocks, round == 1);
+    const int eight = blockIdx.x / MERGE_BLOCKS;
+    int* const counter =
+        own.column + (those.of_eight ? eight_counters + (2 * eight + (eight == those.first_block / MERGE_BLOCKS)) * COLUMNS
+                                     : counters + (own.request * kv_heads + own.head) * COLUMNS);
+    __threadfence();  // the partial results are visible before they are counted
+    __syncwarp();
+    waits = waits && atomicAdd(counter, 1) == those.count - 1;
+    if (waits) *counter = 0;
+    ready = __ballot_sync(ALL_LANES, waits);
+    __threadfence();  // and those of others are read after they were counted
   }
 }
