@@ -142,7 +142,7 @@ class Scheduler:
         What is neither committed nor in flight is scheduled again.
 
         Args:
-            drafts: tokens that may follow those of draftable requests; they get what budget and pages are left.
+            drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
         """
         self._admit()
         decodes: list[Request] = []
@@ -164,7 +164,7 @@ class Scheduler:
         room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
         for request, count in counts.items():
             # Once all others have their pages: nobody gives up any for drafts.
-            of_request = drafts.get(request, ())
+            of_request = drafts.get(request, ()) if request.is_decoding else ()
             if of_request:
                 of_request = self._reserve_drafts(request, of_request[:room])
                 room -= len(of_request)
