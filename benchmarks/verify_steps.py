@@ -81,13 +81,16 @@ def accepting(share: float) -> Iterator[None]:
 @contextmanager
 def sure(chance: float) -> Iterator[None]:
     """Let a head take each of its drafts for as likely as this; all that drawing takes is done."""
-    draw = DraftHead._draw
+    draw, read = DraftHead._draw, DraftHead._read
 
     def run(self: DraftHead, tracks: Sequence[Any], logits_SV: torch.Tensor) -> tuple[list[int], list[float]]:
         tokens, chances = draw(self, tracks, logits_SV)
         return tokens, [chance] * len(chances)
 
-    with mock.patch.object(DraftHead, "_draw", run):
+    def run_recorded(self: DraftHead, *arguments: Any) -> list[tuple[list[int], list[float]]]:
+        return [(tokens, [chance] * len(chances)) for tokens, chances in read(self, *arguments)]
+
+    with mock.patch.object(DraftHead, "_draw", run), mock.patch.object(DraftHead, "_read", run_recorded):
         yield
 
 
@@ -165,12 +168,17 @@ def run(
 
 def device_ms(llm: LLM, size: Any) -> float:
     """The time of a recorded step alone, over the inputs of the step before."""
-    graphs = llm.engine.runner.graphs
+    return replays_ms(llm.engine.runner.graphs, [size])
+
+
+def replays_ms(graphs: Any, sizes: Sequence[Any]) -> float:
+    """The time of recorded steps, one after the other."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graphs.replay(size)
-    start.record()
-    for _ in range(REPLAYS):
-        graphs.replay(size)
+    for number in range(REPLAYS + 1):
+        if number == 1:
+            start.record()
+        for size in sizes:
+            graphs.replay(size)
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / REPLAYS
@@ -250,7 +258,7 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
             forced = once(options.steps, drafts)
             plain = once(options.long, plain=True)
             auto = once(options.long)
-            parts = head_parts(llm, once, drafts) if options.head else ""
+            parts = head_parts(llm, once, drafts, drafter) if options.head else ""
         with accepting(0.0), sure(options.accept):
             never = once(options.long)
         size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), "")
@@ -275,8 +283,11 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
     return markdown(head, rows)
 
 
-def head_parts(llm: LLM, once: Callable[..., Run], drafts: int) -> str:
-    """What the head took of the steps that it drafted for: `, of which the head 3.1`."""
+def head_parts(llm: LLM, once: Callable[..., Run], drafts: int, drafter: Any) -> str:
+    """What the head took of the steps that it drafted for: `, of which the head 3.1 (0.350 + 2 x 0.210)`.
+
+    In brackets its recorded steps alone, the first one and those that follow.
+    """
     spent, propose = list[float](), DraftHead.propose
 
     def timed(self: DraftHead, tasks: Sequence[DraftTask]) -> list[list[int]]:
@@ -285,9 +296,23 @@ def head_parts(llm: LLM, once: Callable[..., Run], drafts: int) -> str:
         spent.append(time.perf_counter() - begun)
         return proposed
 
-    with mock.patch.object(DraftHead, "propose", timed):
+    sizes, graphs = list[Any](), drafter.graphs
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(DraftHead, "propose", timed))
+        if graphs:
+            replay = graphs.replay
+            patches.enter_context(
+                mock.patch.object(graphs, "replay", lambda size: (sizes.append(size), replay(size)))
+            )
         once(WARMUP, drafts)
-    return f", of which the head {statistics.median(spent) * 1e3:.3f}"
+    parts = f", of which the head {statistics.median(spent) * 1e3:.3f}"
+    if not graphs:
+        return parts
+    first = next(size for size in reversed(sizes) if isinstance(size, tuple))
+    follow = [size for size in sizes if not isinstance(size, tuple)][-1:] * (drafts - 1)
+    alone, both = replays_ms(graphs, [first]), replays_ms(graphs, [first, *follow])
+    rest = f" + {len(follow)} x {(both - alone) / len(follow):.3f}" if follow else ""
+    return f"{parts} ({alone:.3f}{rest}) {first}"
 
 
 def main() -> None:

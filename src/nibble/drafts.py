@@ -24,6 +24,9 @@ more takes longer with each: on a CPU the model `demo` needs 1.4 times as long f
 KEPT_STATES = 16
 """Most hidden states of a request that wait for a step of its head, which computes rows of its cache of them."""
 
+WAITING_STATES = 2 * KEPT_STATES
+"""Hidden states of a request that there is room for, with those of a step beside them."""
+
 SHORTEST_VERIFY = 2
 """The fewest tokens of a request in a recorded step with drafts."""
 

@@ -6,7 +6,7 @@ Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,8 @@ from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
+from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_steps import DraftGraphs
 from nibble.engine.request import Batch, Completion, Request, ScheduledRequest
 from nibble.formats import scheme
 from nibble.kernels import nvrtc
@@ -295,6 +297,78 @@ def test_lookup_and_a_model_that_drafts() -> None:
             with opened("demo", "nvfp4", speculative=drafter, graphs=graphs) as llm:
                 compare(answers(llm, asked, params), expected, "nvfp4")
                 print(llm.speculation.summary)  # type: ignore[union-attr]
+
+
+class Again:
+    """Computes each recorded draft again: the same steps over the same buffers, without a record."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head, self.read, self.sizes = head, head._read, list[Any]()
+        self.errors = list[float]()
+        """Of the logits of a chain's last step, norm over norm."""
+        self.alike = list[bool]()
+
+    def __call__(self, graphs: DraftGraphs, steps: int, requests: int) -> Any:
+        found = self.read(graphs, steps, requests)
+        chain, ours = self.sizes[-steps:], graphs.logits[:requests].float().clone()
+        assert isinstance(chain[0], tuple) and all(isinstance(size, int) for size in chain[1:])
+        for step, size in enumerate(chain):
+            if step:
+                graphs.follow(self.head.runner, size, graphs)
+            else:
+                graphs.begin(self.head.runner, size, graphs)
+            graphs.keep(step)
+        theirs = self.read(graphs, steps, requests)
+        alike = [tokens == others for (tokens, _), (others, _) in zip(found, theirs, strict=True)]
+        self.alike += alike
+        if all(alike):
+            self.errors += off(ours, graphs.logits[:requests].float())
+        return found
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
+def test_a_head_by_recorded_steps(kv_format: str, compiles: bool) -> None:
+    """Recorded drafts are those of the same steps without a record, and as good as those that go step by step."""
+    params = SamplingParams(max_tokens=ANSWER, temperature=0, logprobs=1, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=ANSWER, temperature=0.7, top_k=20, seed=3)
+    options: dict[str, Any] = {"kv_window": 0, "compile": compiles}
+    with opened("demo", kv_format, **options) as plain:
+        asked = prompts(plain)
+        expected = answers(plain, asked, params)
+    options |= {"speculative": f"eagle3,kv_format={kv_format}", "speculative_tokens": 3}
+    shares = dict[str, float]()
+    for how in ("recorded", "live", "steps"):
+        with opened("demo", kv_format, graphs=how != "live", **options) as llm:
+            assert llm.speculation
+            head = llm.speculation.head
+            assert isinstance(head, DraftHead) and head.graphs, llm.engine.startup.notes
+            again, replay = Again(head), head.graphs.replay
+
+            def note(size: Any, again: Any = again, replay: Any = replay) -> None:
+                again.sizes.append(size)
+                replay(size)
+
+            with mock.patch.object(head.graphs, "replay", note), ExitStack() as patches:
+                if how == "recorded":
+                    patches.enter_context(mock.patch.object(head, "_read", again))
+                if how == "steps":
+                    patches.enter_context(mock.patch.object(head.forward, "graphs", None))
+                for count in (4, 1, 3):
+                    compare(answers(llm, asked[:count], params), expected[:count], kv_format)
+            counts = llm.speculation.counts
+            shares[how] = counts.accepted / counts.drafted
+            print(f"{kv_format} {how}: {llm.speculation.summary}", end="; ")
+            assert not any(one.error for one in answers(llm, asked, drawn))
+            head.manager.check_integrity()
+            if how == "recorded":
+                print(
+                    f"{len(again.alike)} steps again, tokens of {again.alike.count(False)} differ, logits off by at most "
+                    f"{max(again.errors):.1e};", {size: again.sizes.count(size) for size in again.sizes}
+                )  # fmt: skip
+                assert max(again.errors) < SAME and len(again.alike) > 100
+                assert again.alike.count(False) < 0.05 * len(again.alike)
+    assert max(shares.values()) - min(shares.values()) < 0.08 and min(shares.values()) > 0.2, shares
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -29,11 +29,10 @@ from nibble.attention.planner.memory import MemoryPlanner
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
-from nibble.drafts import KEPT_STATES
-from nibble.engine import build, draft_books, draft_head, speculation_plan, speculative, warmup
+from nibble.engine import build, draft_books, draft_head, draft_steps, speculation_plan, speculative, warmup
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_policy import DraftPolicy
-from nibble.engine.graphs import Graphs, live
+from nibble.engine.graphs import Graphs
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.engine.speculation_plan import DraftMemory, head_layers
 from nibble.errors import ConfigError, WeightError
@@ -82,30 +81,38 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> Iterator[Said]:
     """Notes what heads say; with known answers by prompt, they draft these, and at some places something else."""
     said: Said = []
-    before = DraftHead._draw
+    before, redraw = DraftHead._draw, DraftHead._redraw
 
-    def draw(self: DraftHead, tracks: Any, logits: Tensor) -> Any:
+    def note(self: DraftHead, tracks: Any, drafts: Any, logits: Tensor) -> None:
         full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         full[:, slice(None) if self.draft_ids is None else self.draft_ids] = logits.float()
-        for track, row in zip(tracks, full, strict=True):
-            said.append((list(track.request.token_ids), list(track.tokens), row.clone()))
+        for track, tokens, row in zip(tracks, drafts, full, strict=True):
+            said.append((list(track.request.token_ids), list(tokens), row.clone()))
+
+    def draw(self: DraftHead, tracks: Any, logits: Tensor) -> Any:
+        note(self, tracks, [track.tokens for track in tracks], logits)
         if known is None:
             return before(self, tracks, logits)
-        tokens = [_answer(known, track) for track in tracks]
+        tokens = [_answer(known, track, len(track.tokens)) for track in tracks]
         return tokens, [1.0] * len(tokens)
 
-    DraftHead._draw = draw  # type: ignore[method-assign]
+    def draw_again(self: DraftHead, tracks: Any, step: int, graphs: Any) -> None:
+        """In recorded steps."""
+        note(self, tracks, graphs.drawn[:step, 0, : len(tracks)].T.tolist(), graphs.logits[: len(tracks)])
+        redraw(self, tracks, step, graphs)
+        if known is not None:
+            tokens = torch.tensor([_answer(known, track, step) for track in tracks])
+            graphs.store_drawn(tokens, torch.ones(len(tracks)))
+
+    DraftHead._draw, DraftHead._redraw = draw, draw_again  # type: ignore[method-assign]
     try:
         yield said
     finally:
-        DraftHead._draw = before  # type: ignore[method-assign]
+        DraftHead._draw, DraftHead._redraw = before, redraw  # type: ignore[method-assign]
 
 
-def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any) -> int:
-    answer, place = (
-        known[tuple(track.request.prompt_token_ids)],
-        track.request.num_output_tokens + len(track.tokens),
-    )
+def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any, drafts: int) -> int:
+    answer, place = known[tuple(track.request.prompt_token_ids)], track.request.num_output_tokens + drafts
     right = place < len(answer) and (place * 7 + len(answer[:place])) % 10 >= 3
     return answer[place] if right else (place * 31) % 256
 
@@ -163,34 +170,31 @@ def _no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _shifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = draft_head.Track.add
-    monkeypatch.setattr(
-        draft_head.Track, "add", lambda self, start, states: add(self, start, states.roll(1, 0))
-    )
+    """Each row reads the hidden state before its own."""
+    combine = head_model.Head.combine
+    monkeypatch.setattr(head_model.Head, "combine", lambda self, states: combine(self, states).roll(1, 0))
 
 
 def _same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row gets the token of its own hidden state, and not the one after."""
-    run = draft_head.HeadForward.__call__
+    run = draft_steps.HeadForward.__call__
 
-    def call(self: Any, ids: Tensor, *rest: Any) -> Tensor:
+    def call(self: Any, ids: Tensor, *rest: Any) -> Any:
         return run(self, ids.roll(1, 1), *rest)
 
-    monkeypatch.setattr(draft_head.HeadForward, "__call__", call)
+    monkeypatch.setattr(draft_steps.HeadForward, "__call__", call)
 
 
 def _no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft reads the last hidden state of the model again."""
-    run = draft_head.HeadForward.__call__
+    run = draft_steps.HeadForward.__call__
 
-    def call(self: Any, *rest: Any) -> Tensor:
-        given = self.input_states
-        logits = run(self, *rest)
-        if given is not None and len(given) == len(self.output_states):
-            self.output_states = given
-        return logits
+    def call(self: Any, *rest: Any) -> Any:
+        given = self.given
+        logits, states = run(self, *rest)
+        return logits, given if isinstance(given, Tensor) and len(given) == 1 else states
 
-    monkeypatch.setattr(draft_head.HeadForward, "__call__", call)
+    monkeypatch.setattr(draft_steps.HeadForward, "__call__", call)
 
 
 @pytest.mark.parametrize("plant", [_exchanged, _no_norm, _shifted, _same_tokens, _no_chain])
@@ -206,7 +210,7 @@ def test_planted_errors_of_mtp_are_noticed(
 
 
 def _no_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_head, "draft_ids", lambda head, vocab_size: torch.arange(len(head.d2t)))
+    monkeypatch.setattr(draft_steps, "draft_ids", lambda head, vocab_size: torch.arange(len(head.d2t)))
 
 
 def _next_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,10 +358,6 @@ def test_recorded_steps_leave_their_hidden_states(
         replay = graphs.replay
         graphs.replay = lambda size: (sizes.add(size), replay(size))  # type: ignore[assignment, func-returns-value]
         runner.record(graphs)
-        # The head's own steps are computed over such buffers each time.
-        own = head_of(llm).runner
-        graph_backend.make_recordable(own.pool)
-        own.record(Graphs(graph_sizes(6), own.device, live))
         llm.engine.overlap = overlap
         with overheard(known) as said:
             found = answers(llm, PROMPTS, **GREEDY)
@@ -479,21 +479,14 @@ def test_what_a_head_keeps_is_planned(
 ) -> None:
     """Hidden states that wait for the head are within the plan, which says what the head takes."""
     llm = engine(target, speculative=f"eagle3:{eagles['raw']}", token_budget=48, max_running=4)
-    head, most, observe = head_of(llm), [0], DraftHead.observe
-
-    def watch(self: DraftHead, batch: Any, states_TX: Tensor) -> None:
-        observe(self, batch, states_TX)
-        kept = sum(track.states.nbytes for track in self._tracks.values())
-        most[0] = max(most[0], kept)
-
-    monkeypatch.setattr(DraftHead, "observe", watch)
+    head = head_of(llm)
     answers(llm, PROMPTS, **GREEDY)
+    assert not any(track.states is not None for track in head._tracks.values())
     engine_plan = llm._engine_plan
     small = plan_cache(replace(engine_plan.draft, kv_memory=None), engine_plan.hardware)  # type: ignore[type-var]
     planner = MemoryPlanner(CacheSpec.from_config(small.config), small.model_spec, small.hardware, small.plan)
     memory = DraftMemory.of(small, planner, engine_plan.model_spec, "float32")
-    waiting = 4 * (KEPT_STATES + 1) * head.head.config.hidden_size * 4
-    assert 0 < most[0] <= waiting < memory.states
+    assert 0 < head.waiting.states_NH.nbytes < memory.states
     own = load_file(eagles["raw"] / "model.safetensors").values()
     assert memory.weights >= sum(4 * x.numel() for x in own if x.is_floating_point())
     (note,) = (note for note in llm.plan.notes if "hidden states" in note)

@@ -19,6 +19,7 @@ from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.state_memory import SPARE_SLOTS
 from nibble.attention.window import ExactCache
+from nibble.bytecode import keep_bytecode
 from nibble.cache import scales as kv_scales
 from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
@@ -31,7 +32,7 @@ from nibble.config import Config, SamplingParams
 from nibble.engine import certificate_lookup, head_start, parallel_plan
 from nibble.engine.cache_books import cache_manager
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure, tokens_of_start
-from nibble.engine.draft_head import HeadForward
+from nibble.engine.draft_steps import HeadForward
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.memory_check import explain_out_of_memory
@@ -173,6 +174,7 @@ def _runnable(engine_plan: EnginePlan) -> EnginePlan:
     return engine_plan
 
 
+@keep_bytecode()
 def build(
     config: Config,
     calibrate: Sequence[str] | None = None,
@@ -506,7 +508,9 @@ def _engine(
     make_tables = partial(
         PageTables, config.max_running + 1, budget.table_width, empty_page=empty_page, has_states=states is not None
     )  # fmt: skip
-    run = HeadForward(model) if split_head(config.model)[0] else _forward(config, hardware, model)
+    run = _forward(config, hardware, model)
+    if split_head(config.model)[0]:
+        run = HeadForward(model, run, config.max_running + 1)
     eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
     tables = make_tables(device=hardware.device)
     runner = ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)
@@ -535,7 +539,9 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
         return None
     if config.deterministic:
         return compiled(model, invariant.backend) if config.compile else plain_invariant(model)
-    return compiled(model, keep=config.compile_cache) if config.compile else None
+    # What a head shares with its model is not among what a file of code is found by.
+    keep = config.compile_cache and not split_head(config.model)[0]
+    return compiled(model, keep=keep) if config.compile else None
 
 
 def run_prompt(

@@ -137,19 +137,30 @@ class DraftBooks:
             room -= count
         return groups
 
-    def draw(self, drafts: Sequence[Draft], logits_SV: Tensor) -> tuple[list[int], list[float]]:
-        """Return a token for each row, drawn as the model will, and how likely the drafter takes it for.
+    def launch(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        logits_SV: Tensor,
+        before: Mapping[int, Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row as the model will; return them, and how likely the drafter takes each for.
 
         Args:
-            drafts: whose rows these are.
+            requests: whose rows these are.
+            counts: tokens of each answer by then, with drafts.
             logits_SV: of the model's tokens; -inf for those that the drafter cannot say.
+            before: by row, drafts before it, where there are any.
         """
         logits_SV = logits_SV.float()
-        requests = [draft.request for draft in drafts]
+        tokens_S = self.sampler.launch(logits_SV, requests, counts, before).tokens_S
+        return tokens_S, (logits_SV.gather(1, tokens_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).exp()
+
+    def draw(self, drafts: Sequence[Draft], logits_SV: Tensor) -> tuple[list[int], list[float]]:
+        """Return a token for each draft and its chance; see launch()."""
         counts = [draft.request.num_output_tokens + len(draft.tokens) for draft in drafts]
         before = {row: tuple(draft.tokens) for row, draft in enumerate(drafts) if draft.tokens}
-        tokens_S = self.sampler.launch(logits_SV, requests, counts, before).tokens_S
-        chances_S = (logits_SV.gather(1, tokens_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).exp()
+        tokens_S, chances_S = self.launch([draft.request for draft in drafts], counts, logits_SV, before)
         return tokens_S.tolist(), chances_S.tolist()
 
     def note_seconds(self, since: float, drafts: Sequence[Draft]) -> None:
@@ -158,14 +169,13 @@ class DraftBooks:
         if all(draft.tokens for draft in drafts):
             self.step_seconds.note(len(drafts).bit_length(), perf_counter() - since)
 
-    def add(self, draft: Draft, token: int, chance: float, rows: int) -> bool:
+    def add(self, draft: Draft, token: int, chance: float) -> bool:
         """Note a token that was drawn; return whether another one may follow it.
 
         Args:
             draft: which gets it.
             token: the token.
             chance: how likely the drafter takes it for.
-            rows: requests of the step, which share what it takes.
         """
         task, request = draft.task, draft.request
         assert task is not None
@@ -180,7 +190,7 @@ class DraftBooks:
         draft.tokens.append(token)
         draft.expected += draft.chance
         draft.twin.token_ids.append(token)
-        return len(draft.tokens) < task.limit and self._goes_on(draft, task, rows)
+        return len(draft.tokens) < task.limit
 
     def _pays(self, draft: Draft, task: DraftTask) -> bool:
         """Return whether the newest token is worth its verification."""
@@ -190,12 +200,35 @@ class DraftBooks:
             return self._chance(draft) >= LEAST_CHANCE
         return self._chance(draft) * task.token_seconds >= task.verify_seconds
 
-    def _goes_on(self, draft: Draft, task: DraftTask, rows: int) -> bool:
-        """Return whether one more step is likely to bring more than it takes."""
+    def goes_on(self, draft: Draft, rows: int) -> bool:
+        """Return whether one more step is likely to bring more than it takes.
+
+        Args:
+            draft: that it would go on with.
+            rows: requests of the step, which share what it takes.
+        """
+        assert draft.task is not None
+        return self._brings(self._chance(draft), draft.task, rows)
+
+    def planned(self, draft: Draft, rows: int) -> int:
+        """Return how many tokens to draw for a request where none is known before all are.
+
+        Args:
+            draft: that has none yet.
+            rows: requests of each step.
+        """
+        count, chance, task = 1, self._share, draft.task
+        assert task is not None
+        while count < task.limit and self._brings(min(chance * self.trust, 1.0), task, rows):
+            count, chance = count + 1, chance * self._share
+        return count
+
+    def _brings(self, chance: float, task: DraftTask, rows: int) -> bool:
+        """Return whether a step pays behind drafts that are all right with this chance."""
         seconds = self.step_seconds.get(rows.bit_length())
         if not self.adapts or task.token_seconds is None or seconds is None:
             return True
-        return self._chance(draft) * self._share * task.token_seconds >= seconds / rows + task.verify_seconds
+        return chance * self._share * task.token_seconds >= seconds / rows + task.verify_seconds
 
     def _chance(self, draft: Draft) -> float:
         return min(draft.chance * self.trust, 1.0)

@@ -4,95 +4,69 @@ Row i of a head's cache comes from hidden state i and token i + 1, and predicts 
 the head a request is the sequence of its tokens 1, 2, ..., its twin, whose pages depend on these and on token 0: they
 are shared by prefix in the manager of the head's own pool.
 
-Hidden states are there only for tokens that the model computes. Each step leaves them here (`observe`); rows are
-computed as soon as there are enough of them, so that a prompt's hidden states are never kept. The last row is kept, and
-computed again with what is new when drafts are asked for: the next drafts follow from it. Drafts are computed behind
-it, one by one, each with the hidden state that the head left for the one before. They are taken back in any case:
-tokens that count come again with hidden states of the model, and their slots are written again.
+Hidden states are there only for tokens that the model computes. Each step leaves them here (`observe`); those of a few
+rows wait, and rows are computed as soon as there are more, so that a prompt's hidden states are never kept. One row at
+least is left, with which the next drafts begin. Drafts are computed behind it, one by one, each with the hidden state
+that the head left for the one before. They are taken back in any case: tokens that count come again with hidden states
+of the model, and their slots are written again.
+
+Where steps are recorded, all drafts of a request are computed before the first is read (draft_steps.py), as many as are
+likely to pay. What needs the value of a token before the next is drawn, a grammar or a penalty, goes step by step.
 
 A prefix that the model's cache has, and the head's not, would leave a hole. So the scheduler asks how far the head has
 followed a prefix (`reusable`), and the model computes what is beyond again. Mostly both have the same: pools hold the
 same number of tokens.
 
-Shape suffixes: T tokens of a step, S rows that are sampled, H hidden size, V vocabulary.
+Shape suffixes: T tokens of a step, S rows that are sampled, H hidden size, X values of the model's hidden states,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nibble.attention.layer import StepContext
 from nibble.cache.manager import CacheManager
-from nibble.drafts import KEPT_STATES
+from nibble.drafts import KEPT_STATES, WAITING_STATES
 from nibble.engine.draft_books import Draft, DraftBooks, chunk, ended
+from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, Request
-from nibble.engine.sampler import Sampler
-from nibble.models.head_model import draft_ids
-from nibble.models.hook import CONTEXT, attention_mask_for
+from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.sampler import Sampler, needs_output_tokens
+from nibble.kernels.transfer import to_device
 
 NO_LIMIT = 1 << 62
 
 
-class HeadForward:
-    """Runs a head for one step: the hidden states of its rows come and go beside the step's numbers."""
-
-    def __init__(self, head: Any) -> None:
-        self.head = head
-        self.input_states: Tensor | None = None
-        """[T, H], of the next step; None: a test, which has none."""
-        self.output_states = torch.empty(0)
-        """[S, H], of the last step's rows that were sampled."""
-
-    def __call__(self, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
-        """Return logits [S, V of drafts]."""
-        states_TH, self.input_states = self.input_states, None
-        if states_TH is not None and (missing := ids.shape[1] - len(states_TH)):
-            # A row that is alone comes twice, and a step of decodes alone is padded to the next size (ModelRunner).
-            states_TH = torch.cat([states_TH, states_TH[-1:].expand(missing, -1)])
-        out = self.head(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=attention_mask_for(self.head, ids, ctx),
-            hidden_states=None if states_TH is None else states_TH[None],
-            logits_to_keep=rows_S,
-            **{CONTEXT: ctx},
-        )
-        self.output_states = out.hidden_states[0][0]
-        logits: Tensor = out.logits[0]
-        return logits
-
-
 @dataclass(eq=False)
 class Track(Draft):
-    """What the head knows of a request: its twin's pages, and the hidden states of rows that are not computed yet."""
+    """What the head knows of a request: its twin's pages, and which rows have a hidden state and are not computed."""
 
-    states: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[n, H], of the rows from `start` on."""
+    slot: int | None = None
+    """Where hidden states wait (WaitingStates)."""
+    end: int = 0
+    """Rows, from the first on, that have had a hidden state."""
+    states: Tensor | None = None
+    """[n, H], of the rows from `start` on, while they are too many to wait."""
     next_states: Tensor | None = None
-    """[1, H], that the newest draft's row is computed from."""
+    """[1, H], that the newest draft's row is computed from, where drafts go step by step."""
     is_lost: bool = False
     """Whether nothing can be drafted: rows are missing, or pages."""
 
     @property
     def num_known(self) -> int:
         """Return the number of rows, from the first on, that are stored or could be computed now."""
-        return min(self.start + len(self.states), len(self.twin.token_ids))
+        return min(max(self.start, self.end), len(self.twin.token_ids))
 
-    def add(self, start: int, states_TH: Tensor) -> None:
-        """Add hidden states of the rows from `start` on; they replace those of drafts that did not count."""
-        if self.is_lost or start > self.start + len(self.states):
-            self.is_lost = True
-            return
-        before = self.states[: max(start - self.start, 0)]
-        self.states = torch.cat([before, states_TH[max(self.start - start, 0) :]])
+    @property
+    def num_waiting(self) -> int:
+        """Return how many of those are not stored."""
+        return self.num_known - self.start
 
     def follow(self) -> None:
         """Add what is new of the request to the twin: its tokens only grow."""
@@ -124,10 +98,15 @@ class DraftHead(DraftBooks):
     ) -> None:
         super().__init__(runner, manager, sampler, step_tokens, max_context, adapts)
         assert isinstance(runner.run, HeadForward)
-        self.forward, self.head = runner.run, runner.run.head
+        self.forward, self.head, self.waiting = runner.run, runner.run.head, runner.run.waiting
         self.vocab_size = vocab_size
-        self.draft_ids = draft_ids(self.head, vocab_size)
+        self.draft_ids = runner.run.draft_ids
         self._tracks: dict[Request, Track] = {}
+
+    @property
+    def graphs(self) -> DraftGraphs | None:
+        """Return the recorded steps, if there are any."""
+        return self.forward.graphs
 
     # What the model computes
 
@@ -135,92 +114,160 @@ class DraftHead(DraftBooks):
         """Return how many tokens of the prefix cache may be used for a request, so that no row is missing."""
         track = self._track(request)
         track.follow()
-        if not track.is_lost and not len(track.states):
+        if not track.is_lost and track.end <= track.start:
             self.manager.advance(track.twin.lease, track.twin.token_ids, len(track.twin.token_ids))
-        return NO_LIMIT if track.is_lost else track.start + len(track.states)
+        return NO_LIMIT if track.is_lost else max(track.start, track.end)
 
     @torch.inference_mode()
     def observe(self, batch: Batch, states_TX: Tensor) -> None:
         """Take the hidden states [T, X] of a step, in its order, and compute rows of requests that have many."""
         self._forget(item.request for item in batch.scheduled)
-        states_TH, first = self.head.combine(states_TX), 0
-        for item in batch.scheduled:
-            self._track(item.request).add(item.start, states_TH[first : first + item.num_tokens])
-            first += item.num_tokens
         tracks = [self._track(item.request) for item in batch.scheduled]
-        for track in tracks:
+        states_TH, first, long = self.head.combine(states_TX), 0, list[Track]()
+        for track, item in zip(tracks, batch.scheduled, strict=True):
             track.follow()
-        self._store([track for track in tracks if track.num_known - track.start > KEPT_STATES])
+            self._extend(track, item)
+            if not track.is_lost and track.end - track.start > WAITING_STATES:
+                self._take(track, item.start, states_TH[first : first + item.num_tokens])
+                long.append(track)
+            first += item.num_tokens
+        try:
+            self._store(long)
+        finally:
+            self._wait(tracks, batch.scheduled, states_TH)
+        most = self.graphs.length(len(tracks)) if self.graphs else 0
+        self._store([track for track in tracks if track.num_waiting > (most or KEPT_STATES)])
+
+    def _extend(self, track: Track, item: ScheduledRequest) -> None:
+        """Note that there are hidden states of an item's tokens; they replace those of drafts that did not count."""
+        if track.slot is None and not track.is_lost:
+            track.slot = self.waiting.open()
+        if track.slot is None or item.start > max(track.start, track.end):
+            self._lose(track)
+        track.end = item.end
+
+    def _take(self, track: Track, start: int, states_TH: Tensor) -> None:
+        """Keep hidden states of the rows from `start` on, and those before them that wait, until they are stored."""
+        assert track.slot is not None
+        before = self.waiting.load(track.slot, track.start, max(start, track.start))
+        track.states = torch.cat([before, states_TH[max(track.start - start, 0) :]])
+
+    def _wait(
+        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TH: Tensor
+    ) -> None:
+        """Let hidden states of a step wait, of rows that are not stored."""
+        rows, places, first = list[int](), list[int](), 0
+        for track, item in zip(tracks, scheduled, strict=True):
+            track.states, begin = None, max(item.start, track.start)
+            if track.end - track.start > WAITING_STATES:
+                self._lose(track)
+            if not track.is_lost and track.slot is not None:
+                rows += range(first + begin - item.start, first + item.num_tokens)
+                places += self.waiting.places(track.slot, begin, item.end)
+            first += item.num_tokens
+        if rows:
+            is_part = len(rows) < len(states_TH)
+            self.waiting.store(
+                places, states_TH[to_device(rows, torch.int64, states_TH.device)] if is_part else states_TH
+            )
 
     def _forget(self, running: Iterable[Request]) -> None:
         """Close what is kept of requests that do not run."""
         for request in ended(self._tracks, running):
-            self._closed(self._tracks.pop(request))
+            self._close(self._tracks.pop(request))
 
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request)
         if track is None:
             twin = Request(request.id, request.token_ids[:1])
             twin.token_ids = request.token_ids[1:]
-            size = self.head.config.hidden_size
-            none = torch.empty(0, size, dtype=self.head.dtype, device=self.runner.device)
-            track = Track(request, twin, states=none)
+            track = Track(request, twin)
             namespace = f"{request.namespace}/{request.token_ids[0]}"
             twin.lease = self.manager.open(twin.token_ids, namespace, reusable=len(twin.token_ids))
             self._tracks[request] = track
         if not track.is_lost and len(request.token_ids) >= self.max_context:
-            track.is_lost = True
-        return self._closed(track) if track.is_lost else track
+            self._lose(track)
+        return track
 
-    def _closed(self, track: Track) -> Track:
+    def _lose(self, track: Track) -> None:
+        """Draft no more for a request."""
+        track.is_lost = True
+        self._close(track)
+
+    def _close(self, track: Track) -> None:
         """Give back what a request has that cannot be drafted for."""
         if track.twin.lease in self.manager.leases:
             self.manager.release(track.twin.lease)
-            # And no view of them, which would keep those of a whole chunk.
-            track.states = track.states.new_empty(0, track.states.shape[1])
-        return track
+        if track.slot is not None:
+            self.waiting.close(track.slot)
+        track.slot = track.states = None
 
     def _store(self, tracks: Iterable[Track]) -> None:
         """Compute all known rows but the last of each, and keep them."""
         rest = [track for track in tracks if not track.is_lost]
         while rest:
+            # Recorded steps read what waits.
+            graphs = self.graphs if all(track.states is None for track in rest) else None
+            group = rest[: graphs.most] if graphs else rest
             room, batch = self.step_tokens, list[tuple[Track, int]]()
-            for track in rest:
-                count = min(track.num_known - 1 - track.start, room)
+            for track in group:
+                count = min(track.num_waiting - 1, room, graphs.length(len(group)) if graphs else room)
                 if count > 0 and self._has_pages(track, track.start + count):
                     batch.append((track, count))
                     room -= count
             if not batch:
                 return
-            self._run([(track, track.start, count, track.states[:count], False) for track, count in batch])
+            if graphs:
+                graphs.replay_first(self.runner.tables, [self._new(track, count) for track, count in batch])
+            else:
+                self._run([(track, track.start, count, False) for track, count in batch])
             for track, count in batch:
                 self._keep(track, track.start + count)
-            rest = [track for track in rest if not track.is_lost and track.num_known - 1 > track.start]
+            rest = [track for track in rest if not track.is_lost and track.num_waiting > 1]
 
     def _has_pages(self, track: Track, upto: int) -> bool:
         """Reserve pages for rows; a request whose answer has none is lost."""
-        if not self.reserve(track, upto):
-            track.is_lost = not track.tokens
-            return False
-        return True
+        if self.reserve(track, upto):
+            return True
+        if not track.tokens:
+            self._lose(track)
+        return False
 
     def _keep(self, track: Track, upto: int) -> None:
         """Note that rows are stored for good."""
-        track.states = track.states[upto - track.start :].clone()
+        if track.states is not None:
+            track.states = track.states[upto - track.start :]
         self.manager.commit(track.twin.lease, track.twin.token_ids, upto)
 
-    def _run(self, rows: Sequence[tuple[Track, int, int, Tensor, bool]]) -> tuple[list[Track], Tensor]:
-        """Compute rows of some requests: start, number and hidden states of each, and whether its last is sampled.
+    def _new(self, track: Track, count: int) -> NewRows:
+        """Return the next rows of a request for a recorded step."""
+        assert track.slot is not None
+        ids = track.twin.token_ids[track.start : track.start + count]
+        return NewRows(track.twin.lease, track.slot, track.start, ids)
+
+    def _run(self, rows: Sequence[tuple[Track, int, int, bool]]) -> tuple[list[Track], Tensor]:
+        """Compute rows of some requests: start and number of each, and whether its last is sampled.
 
         Return the requests in the order of the step, and the logits [S, V].
         """
         by_twin = {row[0].twin: row for row in rows}
-        items = (chunk(track.twin, start, count, samples) for track, start, count, _, samples in rows)
+        items = (chunk(track.twin, start, count, samples) for track, start, count, samples in rows)
         batch = Batch.from_scheduled(items)
         ordered = [by_twin[item.request] for item in batch.scheduled]
-        self.forward.input_states = torch.cat([row[3] for row in ordered])
+        self.forward.given = torch.cat(
+            [self._states(track, start, count) for track, start, count, _ in ordered]
+        )
         logits_SV = self.runner.forward(batch)
-        return [row[0] for row in ordered if row[4]], logits_SV
+        return [row[0] for row in ordered if row[3]], logits_SV
+
+    def _states(self, track: Track, start: int, count: int) -> Tensor:
+        """Return the hidden states of rows [n, H]."""
+        if track.next_states is not None:
+            return track.next_states
+        if track.states is not None:
+            return track.states[start - track.start :][:count]
+        assert track.slot is not None
+        return self.waiting.load(track.slot, start, start + count)
 
     # Drafts
 
@@ -233,9 +280,10 @@ class DraftHead(DraftBooks):
             self.begin(track, task)
         ready = [track for track in tracks if self._is_ready(track)]
         try:
+            others = self._chain_all(ready, self.graphs) if self.graphs else ready
             # What is left for the first step is no more than KEPT_STATES of each.
-            self._store([track for track in ready if track.num_known - track.start > KEPT_STATES])
-            step = [track for track in ready if self._has_pages(track, len(track.twin.token_ids))]
+            self._store([track for track in others if track.num_waiting > KEPT_STATES])
+            step = [track for track in others if self._has_pages(track, len(track.twin.token_ids))]
             while step:
                 step = [track for group in self.groups(step) for track in self._draft(group)]
             return [track.tokens for track in tracks]
@@ -245,41 +293,92 @@ class DraftHead(DraftBooks):
                 self.take_back(track)
 
     def _is_ready(self, track: Track) -> bool:
-        """Return whether a request's last row can be computed, and there is room for its drafts."""
+        """Return whether a request has a new row, its last one, and there is room for its drafts."""
         assert track.task is not None
         if track.is_lost or len(track.request.token_ids) + track.task.limit > self.max_context:
             return False
         track.follow()
-        return 0 < track.num_known == len(track.twin.token_ids)
+        return track.start < track.num_known == len(track.twin.token_ids)
+
+    def _chain_all(self, tracks: Sequence[Track], graphs: DraftGraphs) -> list[Track]:
+        """Draft by recorded steps; return the requests that have to go step by step."""
+        others = [track for track in tracks if needs_output_tokens(track.request.params)]
+        chained = [track for track in tracks if not needs_output_tokens(track.request.params)]
+        for first in range(0, len(chained), graphs.most):
+            others += self._chain(chained[first : first + graphs.most], graphs)
+        return others
+
+    def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs) -> list[Track]:
+        """Draft for some requests, and read all drafts at the end; return those that there is no room for."""
+        start_time, most = perf_counter(), graphs.length(len(tracks))
+        steps = max(self.planned(track, len(tracks)) for track in tracks)
+        self._store([track for track in tracks if track.num_waiting > most])
+        chained = [track for track in tracks if self._has_room(track, steps)]
+        if chained:
+            for step in range(steps):
+                if step:
+                    graphs.replay_next(len(chained))
+                else:
+                    new = [self._new(track, track.num_waiting) for track in chained]
+                    graphs.replay_first(self.runner.tables, new)
+                self._redraw(chained, step, graphs)
+                graphs.keep(step)
+            drawn = self._read(graphs, steps, len(chained))
+            self.step_seconds.note(len(chained).bit_length(), (perf_counter() - start_time) / steps)
+            for row, track in enumerate(chained):
+                self._keep(track, len(track.twin.token_ids))
+                for tokens, chances in drawn:
+                    if not self.add(track, tokens[row], chances[row]):
+                        break
+        return [track for track in tracks if track not in chained and not track.is_lost]
+
+    def _has_room(self, track: Track, steps: int) -> bool:
+        """Reserve pages for a chain of so many steps, of which all requests have as many."""
+        if track.is_lost or len(track.request.token_ids) + steps > self.max_context:
+            return False
+        return self.reserve(track, len(track.twin.token_ids) + steps - 1)
+
+    def _redraw(self, tracks: Sequence[Track], step: int, graphs: DraftGraphs) -> None:
+        """Draw the tokens of a recorded step anew where any request's are not the likeliest ones."""
+        requests = [track.request for track in tracks]
+        if any(one.params.temperature or one.params.logit_bias or one.params.min_tokens for one in requests):
+            counts = [request.num_output_tokens + step for request in requests]
+            logits_SV = self._of_model(graphs.logits[: len(tracks)])
+            graphs.store_drawn(*self.launch(requests, counts, logits_SV, {}))
+
+    def _read(self, graphs: DraftGraphs, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens and chances of each step of a chain."""
+        return graphs.read(steps, requests)
 
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""
-        start_time, rows = perf_counter(), []
-        for track in tracks:
-            count = len(track.twin.token_ids) - track.place
-            states_NH = track.states[:count] if track.next_states is None else track.next_states
-            rows.append((track, track.place, count, states_NH, True))
+        start_time = perf_counter()
+        rows = [(track, track.place, len(track.twin.token_ids) - track.place, True) for track in tracks]
         ordered, logits_SV = self._run(rows)
-        states_SH = self.forward.output_states
+        states_SH = self.runner.hidden_states
+        assert states_SH is not None
         tokens, chances = self._draw(ordered, logits_SV)
         self.note_seconds(start_time, ordered)
         going = []
         for row, (track, token, chance) in enumerate(zip(ordered, tokens, chances, strict=True)):
             if not track.tokens:
-                self._keep(track, len(track.twin.token_ids) - 1)
-            if self.add(track, token, chance, len(ordered)) and self.reserve(
-                track, len(track.twin.token_ids)
-            ):
+                self._keep(track, len(track.twin.token_ids))
+            is_going = self.add(track, token, chance) and self.goes_on(track, len(ordered))
+            if is_going and self.reserve(track, len(track.twin.token_ids)):
                 track.next_states = states_SH[row : row + 1]
                 going.append(track)
         return going
 
     def _draw(self, tracks: Sequence[Track], logits_SV: Tensor) -> tuple[list[int], list[float]]:
         """Return a token for each row and its chance, of all of the model's tokens."""
-        if self.draft_ids is not None:
-            of_drafts, logits_SV = (
-                logits_SV.float(),
-                logits_SV.new_full((len(logits_SV), self.vocab_size), float("-inf")).float(),
-            )
-            logits_SV[:, self.draft_ids] = of_drafts
-        return self.draw(tracks, logits_SV)
+        return self.draw(tracks, self._of_model(logits_SV))
+
+    def _of_model(self, logits_SV: Tensor) -> Tensor:
+        """Return logits of all of the model's tokens, -inf of those that the head does not draft."""
+        if self.draft_ids is None:
+            return logits_SV
+        full_SV = torch.full(
+            (len(logits_SV), self.vocab_size), float("-inf"), dtype=torch.float32, device=logits_SV.device
+        )
+        full_SV[:, self.draft_ids] = logits_SV.float()
+        return full_SV

@@ -99,8 +99,7 @@ class DraftModel(DraftBooks):
                 # The answer's own tokens stay, but the last: the next drafts begin with its logits.
                 own = draft.twin.token_ids
                 self.manager.commit(draft.twin.lease, own, len(own) - 1)
-            if self.add(draft, token, chance, len(ordered)) and self.reserve(
-                draft, len(draft.twin.token_ids)
-            ):
+            is_going = self.add(draft, token, chance) and self.goes_on(draft, len(ordered))
+            if is_going and self.reserve(draft, len(draft.twin.token_ids)):
                 going.append(draft)
         return going

@@ -62,11 +62,19 @@ class Graphs:
         """Copy a step's logits and hidden states, so that their own memory serves the next graph too."""
         if states_BX is not None:
             if self.states is None:
-                self.states = states_BX.new_empty(len(self.rows), states_BX.shape[1])
+                self.states = states_BX.new_zeros(len(self.rows), states_BX.shape[1])
             self.states[: len(states_BX)].copy_(states_BX)
         if not len(self.logits):
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
+
+    def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
+        """Return rows of the page tables, positions and token ids of a step of `size` rows."""
+        return self.inputs[: 3 * size].view(3, size).unbind()
+
+    def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
+        """Return the rows of a step with drafts whose logits are computed."""
+        return inputs.logit_rows_S
 
     def verify_size(self, scheduled: Sequence[ScheduledRequest]) -> tuple[int, int] | None:
         """Return the smallest size with room for requests that decode or verify drafts; None where there is none."""
@@ -94,8 +102,8 @@ class Graphs:
             )
         for size in reversed(self.sizes):
             self.inputs.zero_()
-            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
-            self.inputs[size : 2 * size] = -1
+            # Positions must be -1, as in padding, since 0 is a real token's position.
+            self.decode_inputs(size)[1].fill_(-1)
             self._record_one(size, partial(decode, size, self), f"decode step of {size} requests")
 
     def _record_one(self, size: int | tuple[int, int], run: Callable[[], None], name: str) -> None:

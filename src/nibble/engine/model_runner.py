@@ -105,7 +105,8 @@ class ModelRunner:
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
     """Compares what attention answers with rows of the model's own precision."""
     hidden_states: Tensor | None = field(default=None, init=False)
-    """[T, X], of the last forward(), in its order, where a head drafts for the model (models/taps.py)."""
+    """[T, X], of the last forward(), in its order, where a head drafts for the model (models/taps.py); of a head those
+    of the rows that are sampled [S, H]."""
     rows: Rows | None = field(default=None, init=False)
     """Of all ranks, where each attends for requests of its own."""
     books: list[ModelRunner] = field(default_factory=list, init=False)
@@ -453,7 +454,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
         """Compute one step of `size` rows, from buffer to buffer; graphs record this. Position -1 is padding."""
-        rows_B, positions_B, sent_ids_B = graphs.inputs[: 3 * size].view(3, size)
+        rows_B, positions_B, sent_ids_B = graphs.decode_inputs(size)
         page_size, tables = self.plan.page_size, self.tables
         token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
         page_table_BN = tables.table_RN.index_select(0, rows_B)
@@ -567,7 +568,8 @@ class ModelRunner:
             self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
         )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
-        graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], inputs.logit_rows_S, ctx)))
+        rows_S = graphs.logit_rows(size, inputs)
+        graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
 
     def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
         """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""

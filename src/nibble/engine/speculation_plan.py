@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.cache import scales as kv_scales
 from nibble.config import Config
-from nibble.drafts import BUNDLED_HEADS, GPU_DRAFTS, KEPT_STATES, SpeculativeSpec, verify_tokens
+from nibble.drafts import (
+    BUNDLED_HEADS,
+    GPU_DRAFTS,
+    GPU_VERIFY_TOKENS,
+    WAITING_STATES,
+    SpeculativeSpec,
+    verify_tokens,
+)
 from nibble.engine import drafters
 from nibble.engine.cache_plan import CachePlan
 from nibble.engine.drafters.base import DrafterInfo
@@ -24,9 +31,14 @@ VOCAB_PADDING = 1024
 """Most tokens by which vocabularies of the same tokenizer differ."""
 
 
+def _spec(config: Config) -> SpeculativeSpec | None:
+    """Return who drafts for a model; nobody drafts for a head, whose config says for whom it drafts."""
+    return None if split_head(config.model)[0] else config.drafts
+
+
 def check(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
     """Raise ConfigError where drafts cannot be had with the rest of the config."""
-    spec = config.drafts
+    spec = _spec(config)
     if spec is None:
         return
     info = drafters.get(spec.drafter)
@@ -61,7 +73,7 @@ def max_tokens(spec: SpeculativeSpec, info: DrafterInfo, hardware: Hardware) -> 
 
 def note(config: Config, hardware: Hardware) -> str:
     """Return what drafts there are, for the plan's notes; empty where nobody drafts."""
-    spec = config.drafts
+    spec = _spec(config)
     if spec is None:
         return ""
     most = max_tokens(spec, drafters.get(spec.drafter), hardware)
@@ -84,7 +96,7 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
         config: of the large model.
         model_spec: the large model.
     """
-    spec = config.drafts
+    spec = _spec(config)
     if spec is None:
         return None
     info = drafters.get(spec.drafter)
@@ -100,8 +112,8 @@ def draft_config(config: Config, model_spec: ModelSpec) -> Config | None:
     if not info.is_head:
         return Config(model=spec.path, kv_window=0, max_context=None, **common)
     path = spec.path or _bundled_head(config, info) or config.model
-    # One layer takes no time to compile, and its steps are not recorded yet.
-    common |= {"compile": False, "graphs": False, "index_topk": config.index_topk}
+    # The first step of its drafts computes as many rows of a request as one that verifies them.
+    common |= {name: getattr(config, name) for name in ("speculative", "speculative_tokens", "index_topk")}
     folder = local_folder(path)
     # A file of scales beside a model is of the model's own layers.
     has_scales = info.takes_path and folder is not None and (folder / kv_scales.FILE_NAME).exists()
@@ -172,7 +184,8 @@ class DraftMemory:
             of_layers, own = len(head_layers(draft.config, large) or (0,)), draft.model_spec.hidden_size
             # What the model leaves, with a copy; what the head reads of it, with those before, and as its step has it.
             values = step * (2 * of_layers * large.hidden_size + 3 * own)
-            values += max_running * (KEPT_STATES + 1) * own
+            # Those that wait, and what recorded steps leave.
+            values += ((max_running + 1) * (WAITING_STATES + 1) + GPU_VERIFY_TOKENS) * own
             states = values * (4 if dtype == "float32" else 2)
         return cls(weights, planner.used_bytes - weights, states)
 
@@ -240,7 +253,7 @@ def speculation(config: Config, hardware: Hardware, vocab_size: int, *parts: Any
     """
     from nibble.engine.speculative import Speculation
 
-    spec = config.drafts
+    spec = _spec(config)
     if spec is None:
         return None
     info = drafters.get(spec.drafter)

@@ -40,6 +40,7 @@ from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.states import StateSlots
 from nibble.config import Config
 from nibble.engine import rehearsal, window_reference
+from nibble.engine.draft_steps import DraftGraphs, HeadForward
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.graphs import CudaGraphs, Graphs, live
@@ -182,7 +183,12 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
     if reason is None:
         record = CudaGraphs() if config.graphs else live
         sizes = graph_sizes(budget.max_decodes)
-        runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
+        if not isinstance(runner.run, HeadForward):
+            runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
+        elif budget.verify_sizes:
+            runner.run.record(
+                runner, DraftGraphs(sizes, runner.device, record, budget.verify_sizes, runner.run)
+            )
         if config.drafts and not budget.verify_sizes and (why := verify_graph_blocker(runner.plan)):
             startup.notes.append(why)
     elif config.graphs:

@@ -27,9 +27,10 @@ from nibble.models.invariant import InvariantMode
 from nibble.models.taps import TAPS, Taps
 
 Backend = Callable[..., Any]
-Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Any]
+Forward = Callable[..., Any]
 """(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]; of a model that a head drafts for (taps.py)
-those, and hidden states [T, X]."""
+those, and hidden states [T, X]. A head (head_model.py) is given hidden states [T, H] behind these, and leaves its own
+[S, H] beside its logits."""
 
 
 def plain(model: nn.Module) -> Forward:
@@ -79,10 +80,17 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     artifact: Any = None
     is_compiled = False
 
-    def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
+    def forward(
+        ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext, *states_TH: Tensor
+    ) -> Tensor:
         nonlocal artifact, is_compiled
         step.context = ctx
-        arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
+        arguments = (
+            model,
+            *map(_without_offset, (ids, positions, rows_S)),
+            step,
+            *map(_without_offset, states_TH),
+        )
         if not is_compiled:
             compile_cache.use_cache_folder()
             with pause_gc():
@@ -108,7 +116,8 @@ def inductor_options(model: nn.Module) -> dict[str, Any]:
 
 def _early_launches() -> dict[str, bool]:
     """Return the option by which inductor's kernels start while those in front of them end, where it is safe."""
-    from torch._inductor.codegen.triton import TritonKernel  # takes a while
+    with pause_gc():
+        from torch._inductor.codegen.triton import TritonKernel  # and with it all that makes code
 
     option = "triton.enable_pdl"
     if option not in torch._inductor.config.get_config_copy() or not hasattr(TritonKernel, _BEFORE_ACCESS):
@@ -170,8 +179,8 @@ def _first_call(artifact: Any, run: Any, arguments: tuple[Any, ...]) -> tuple[Te
 
 def _mark_dynamic(arguments: Sequence[Any]) -> None:
     """Mark the sizes that vary."""
-    _, ids, positions, rows_S, _ = arguments
-    for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0)):
+    _, ids, positions, rows_S, _, *states_TH = arguments
+    for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0), *((x, 0) for x in states_TH)):
         torch._dynamo.mark_dynamic(tensor, dim)
 
 
@@ -195,7 +204,15 @@ def _without_offset(x: Tensor) -> Tensor:
     return x.clone() if x.storage_offset() else x
 
 
-def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext | Step) -> Any:
+def _logits(
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    rows_S: Tensor,
+    ctx: StepContext | Step,
+    *states_TH: Tensor,
+) -> Any:
+    given = {"hidden_states": states_TH[0][None]} if states_TH else {}
     out = model(
         input_ids=ids,
         position_ids=positions,
@@ -204,8 +221,11 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
         use_cache=False,
         # A row of logits is as wide as the vocabulary, so only rows that are sampled are computed.
         logits_to_keep=rows_S,
+        **given,
         **{CONTEXT: ctx},
     )
+    if states_TH:
+        return out.logits[0], out.hidden_states[0][0]
     taps: Taps | None = getattr(model, TAPS, None)
     return (out.logits[0], taps.take()) if taps else out.logits[0]
 

@@ -1,0 +1,257 @@
+"""Steps of a head that drafts: hidden states that wait for them, and those that are recorded.
+
+A draft is a chain on the device. Its first step computes the rows that are new of each request, and draws a token
+behind the last of them; each step that follows computes the row of the token that was drawn. Token, position and hidden
+state go from one to the next in buffers, so that the host reads all drafts at once, at the end:
+
+    waiting hidden states -> first -> token, state -> next -> token, state -> next -> ...
+
+A recorded first step is one that verifies drafts (ModelRunner): as many rows for each request, of which the new ones
+are the last. Those that follow are decode steps.
+
+Shape suffixes: T tokens of a step, B requests, L rows of each, S rows that are sampled, H hidden size, V vocabulary,
+N hidden states that can wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibble.attention.layer import StepContext
+from nibble.cache.lease import Lease
+from nibble.drafts import MAX_DRAFTS, WAITING_STATES
+from nibble.engine.graphs import Graphs, Record
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.page_tables import PackedInts, PageTables
+from nibble.engine.step_tokens import VerifyInputs
+from nibble.kernels import topk
+from nibble.kernels.transfer import to_device
+from nibble.models.forward import Forward, plain
+from nibble.models.head_model import draft_ids
+
+
+class WaitingStates:
+    """Hidden states of rows that a head has not computed yet: the newest of each request, by position.
+
+    Args:
+        requests: that may have some at a time.
+        head: that reads them.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, requests: int, head: Any) -> None:
+        shape = requests * WAITING_STATES, head.config.hidden_size
+        self.states_NH = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        self._free = list(range(requests))
+
+    def open(self) -> int | None:
+        """Return the slot of another request, None where there is none left."""
+        return self._free.pop() if self._free else None
+
+    def close(self, slot: int) -> None:
+        """Give a slot back."""
+        self._free.append(slot)
+
+    def places(self, slot: int, start: int, stop: int) -> list[int]:
+        """Return where hidden states of these positions lie."""
+        first = slot * WAITING_STATES
+        return [first + position % WAITING_STATES for position in range(start, stop)]
+
+    def store(self, places: Sequence[int], states_TH: Tensor) -> None:
+        """Keep hidden states at these places."""
+        self.states_NH.index_copy_(0, to_device(places, torch.int64, states_TH.device), states_TH)
+
+    def load(self, slot: int, start: int, stop: int) -> Tensor:
+        """Return a copy of those of one request."""
+        places = to_device(self.places(slot, start, stop), torch.int64, self.states_NH.device)
+        return self.states_NH.index_select(0, places)
+
+    def at(self, slots_B: Tensor, positions_T: Tensor) -> Tensor:
+        """Return those of some requests, which have as many positions each [T, H]."""
+        places_BL = positions_T.view(len(slots_B), -1) % WAITING_STATES + slots_B[:, None] * WAITING_STATES
+        return self.states_NH.index_select(0, places_BL.flatten())
+
+
+class HeadForward:
+    """Runs a head for one step: the hidden states of its rows come and go beside the step's numbers.
+
+    Args:
+        head: as a model.
+        run: how it is run; None: as it is written.
+        requests: that it may draft for at a time.
+    """
+
+    def __init__(self, head: Any, run: Forward | None, requests: int) -> None:
+        self.head, self._run = head, run or plain(head)
+        self.waiting = WaitingStates(requests, head)
+        self.draft_ids = draft_ids(head, head.config.vocab_size)
+        self.graphs: DraftGraphs | None = None
+        """Steps of drafts over stable buffers, after record()."""
+        self.given: Tensor | Callable[[Tensor], Tensor] | None = None
+        """[T, H], of the next step, or a function that returns them by the positions of rows; None: a test, which has
+        none."""
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [S, V of drafts], and hidden states [S, H] for the next draft."""
+        given, self.given = self.given, None
+        if given is None:
+            states_TH = self.waiting.states_NH.new_zeros(ids.shape[1], self.waiting.states_NH.shape[1])
+        elif isinstance(given, Tensor):
+            # A row that is alone comes twice (ModelRunner).
+            missing = ids.shape[1] - len(given)
+            states_TH = torch.cat([given, given[-1:].expand(missing, -1)]) if missing else given
+        else:
+            states_TH = given(positions[0])
+        logits_SV, states_SH = self._run(ids, positions, rows_S, ctx, states_TH)
+        return logits_SV, states_SH
+
+    def record(self, runner: ModelRunner, graphs: DraftGraphs) -> None:
+        """Record steps of drafts; from now on these are replayed."""
+        graphs.record(partial(graphs.follow, runner), partial(graphs.begin, runner))
+        self.graphs = graphs
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows of a request that the first step of a draft computes."""
+
+    lease: Lease
+    slot: int
+    """Of its hidden states that wait."""
+    start: int
+    ids: list[int]
+
+
+class DraftGraphs(Graphs):
+    """The steps of drafts, of several sizes.
+
+    Args:
+        sizes: requests of a step that follows, ascending.
+        device: where steps run.
+        record: how a step is recorded.
+        verify_sizes: requests and rows of each in a first step, largest first.
+        forward: of the head.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        record: Record,
+        verify_sizes: Sequence[tuple[int, int]],
+        forward: HeadForward,
+    ) -> None:
+        # No chain has more requests than a first step.
+        largest = max(requests for requests, _ in verify_sizes)
+        sizes = [size for size in sizes if size <= largest] or sizes[:1]
+        super().__init__(sizes, device, record, verify_sizes)
+        self._forward = forward
+        self.most = min(sizes[-1], largest)
+        """Requests that a chain can have."""
+        rows = max(sizes[-1], largest)
+        self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        """Of the step that follows: rows of the page tables, positions, token ids, and the chances of these, as bits of
+        float64."""
+        self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, device=device)
+        """Tokens and chances of the steps of a chain."""
+        lengths = (VerifyInputs.length(*size) + size[0] for size in verify_sizes)
+        self.verify_inputs = torch.zeros(max(lengths), dtype=torch.int64, device=device)
+        """Of a first step, as VerifyInputs has them, and slots of waiting states."""
+        self._last_rows = {
+            (requests, length): torch.arange(length - 1, requests * length, length, device=device)
+            for requests, length in verify_sizes
+        }
+
+    def length(self, requests: int) -> int:
+        """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
+        return max((length for most, length in self.verify_sizes if most >= requests), default=0)
+
+    def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
+        """Return rows of the page tables, positions and token ids of a step that follows."""
+        return self.inputs[:3, :size].unbind()
+
+    def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
+        """Return the last row of each request."""
+        return self._last_rows[size]
+
+    def store_logits(self, logits_BV: Tensor, states_BX: Tensor | None = None) -> None:
+        """Draw the likeliest token of each row for the step that follows, with its hidden state."""
+        super().store_logits(logits_BV, states_BX)
+        places_B = topk.row_max(logits_BV)[1]
+        chances_B = logits_BV.softmax(-1, dtype=torch.float32).gather(1, places_B[:, None])[:, 0]
+        ids = self._forward.draft_ids
+        self.store_drawn(places_B if ids is None else ids[places_B], chances_B)
+
+    def store_drawn(self, tokens_B: Tensor, chances_B: Tensor) -> None:
+        """Let the step that follows read these tokens."""
+        self.inputs[2, : len(tokens_B)].copy_(tokens_B)
+        self.inputs[3].view(torch.float64)[: len(chances_B)].copy_(chances_B)
+
+    @torch.inference_mode()
+    def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:
+        """Compute the first step of a chain, from buffer to buffer; graphs record this."""
+        inputs, first = VerifyInputs.of(self.verify_inputs, *size), VerifyInputs.length(*size)
+        slots_B = self.verify_inputs[first : first + size[0]]
+        self._forward.given = partial(self._forward.waiting.at, slots_B)
+        runner._verify(size, self)
+        self.inputs[0, : size[0]].copy_(inputs.rows_B)
+        # The next row is that of the token just drawn.
+        self.inputs[1].fill_(-1)
+        self.inputs[1, : size[0]].copy_(torch.where(inputs.new_B > 0, inputs.ends_B, -1))
+
+    @torch.inference_mode()
+    def follow(self, runner: ModelRunner, size: int, _: Graphs) -> None:
+        """Compute a step that follows, from buffer to buffer; graphs record this."""
+        assert self.states is not None
+        self._forward.given = self.states[:size]
+        runner._decode(size, self)
+        positions_B = self.inputs[1, :size]
+        positions_B += positions_B >= 0
+
+    def replay_first(self, tables: PageTables, new: Sequence[NewRows]) -> None:
+        """Compute the first step of a chain."""
+        counts = [len(one.ids) for one in new]
+        size = next(
+            size for size in reversed(self.verify_sizes) if size[0] >= len(new) and size[1] >= max(counts)
+        )
+        (requests, length), packed = size, PackedInts()
+        padding = [0] * (requests - len(new))
+        ids = (token for one in new for token in (*one.ids[:1] * (length - len(one.ids)), *one.ids))
+        inputs = packed.add(
+            (
+                *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
+                *[one.start + len(one.ids) for one in new], *padding,
+                *counts, *padding,
+                *ids, *padding * length,
+                *[0] * (requests * length),
+                *[one.slot for one in new], *padding,
+            )
+        )  # fmt: skip
+        updates = tables.pack_updates(packed)
+        sent = packed.send(tables.device)
+        tables.apply_updates(sent, updates)
+        self.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
+        self.replay(size)
+
+    def replay_next(self, requests: int) -> None:
+        """Compute the step that follows for so many requests."""
+        self.replay(next(size for size in self.sizes if size >= requests))
+
+    def keep(self, step: int) -> None:
+        """Keep what a step of a chain has drawn."""
+        self.drawn[step].copy_(self.inputs[2:])
+
+    def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens and chances of each step; this waits for them."""
+        tokens, chances = self.drawn[:steps, :, :requests].cpu().unbind(1)
+        chances = chances.contiguous().view(torch.float64)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))

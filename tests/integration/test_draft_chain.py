@@ -1,0 +1,336 @@
+"""Recorded steps of heads, on a CPU: a tape in place of CUDA graphs repeats them over the same memory.
+
+All drafts of a request are computed before the first is read. They must be those of drafts that go step by step, and
+what the published descriptions say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_heads import FORMATS, Said, drafters, engine, error, head_of, overheard
+from test_speculative import DRAWN, GREEDY, PROMPTS, answers, same
+from torch import Tensor
+
+from heads import Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
+from nibble import LLM
+from nibble.attention import backends
+from nibble.attention.planner.plan import graph_sizes
+from nibble.attention.planner.verify_memory import verify_sizes
+from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_policy import DraftPolicy
+from nibble.engine.draft_steps import DraftGraphs, WaitingStates
+from nibble.engine.graphs import live
+from planning import PLAIN
+from tape import record
+from tiny import save_tiny
+from toys import graph_backend
+
+KINDS = ("glm4_moe", "qwen3_next", "mimo")
+REQUESTS, ROOM = 6, 32
+MANY = [*PROMPTS, PROMPTS[0][:40] + PROMPTS[2], PROMPTS[2][:9]]
+Proposals = list[tuple[tuple[int, ...], list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decide without times, by a backend whose steps can be recorded."""
+    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
+    backend = backends.register(graph_backend.info(graph_backend.Masked))
+    yield
+    backends.unregister(backend.name)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def eagles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_eagle3(tmp_path_factory.mktemp(name), name) for name in FORMATS}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_mtp(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture
+def named(own: dict[str, Path], target: Path, eagles: dict[str, Path]) -> dict[str, tuple[Path, str, Any]]:
+    """Of each head its model, how it is asked for, and what it should say."""
+    return {
+        name: (*facts, lambda name=name: reference_of(name, own, target, eagles))
+        for name, facts in drafters(own, target, eagles).items()
+    }
+
+
+def reference_of(name: str, own: dict[str, Path], target: Path, eagles: dict[str, Path]) -> Reference:
+    return eagle3_reference(target, eagles[name], name) if name in eagles else mtp_reference(own[name], name)
+
+
+def served(model: Path, drafter: str, how: Any = None, *, drafts: int = 3, **options: Any) -> LLM:
+    """An engine whose head drafts by recorded steps, or step by step where `how` is None."""
+    llm = engine(
+        model, speculative=f"{drafter},kv_format=fp32", speculative_tokens=str(drafts),
+        **{**PLAIN, "kv_format": "fp32", "max_running": REQUESTS, "token_budget": 48, **options},
+    )  # fmt: skip
+    if how:
+        runner = head_of(llm).runner
+        graph_backend.make_recordable(runner.pool)
+        forward: Any = runner.run
+        sizes = graph_sizes(REQUESTS), runner.device, how, verify_sizes(REQUESTS, 1 + drafts, ROOM)
+        forward.record(runner, DraftGraphs(*sizes, forward))
+    return llm
+
+
+@contextmanager
+def replays(llm: LLM) -> Iterator[list[Any]]:
+    graphs, sizes = head_of(llm).graphs, list[Any]()
+    assert graphs
+    replay = graphs.replay
+    graphs.replay = lambda size: (sizes.append(size), replay(size))  # type: ignore[assignment, func-returns-value]
+    yield sizes
+    del graphs.replay
+
+
+@contextmanager
+def proposals() -> Iterator[Proposals]:
+    """What a head proposes behind which tokens."""
+    noted, propose = Proposals(), DraftHead.propose
+
+    def note(self: DraftHead, tasks: Sequence[Any]) -> list[list[int]]:
+        proposed = propose(self, tasks)
+        noted.extend(
+            (tuple(task.request.token_ids), drafts) for task, drafts in zip(tasks, proposed, strict=True)
+        )
+        return proposed
+
+    DraftHead.propose = note  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        DraftHead.propose = propose  # type: ignore[method-assign]
+
+
+def told(
+    llm: LLM, prompts: Sequence[list[int]], how: Any, model: Path, drafter: str
+) -> tuple[Said, list[Any]]:
+    """What a head says in recorded steps where answers are known, so that any part of a draft counts."""
+    expected = answers(llm, prompts, **GREEDY)
+    known = {tuple(prompt): one.token_ids for prompt, one in zip(prompts, expected, strict=True)}
+    chained = served(model, drafter, how)
+    with overheard(known) as said, replays(chained) as sizes:
+        for _ in range(2):
+            same(answers(chained, prompts, **GREEDY), expected, 1e-4)
+        answers(chained, [prompts[0] + list(expected[0].token_ids)[:20]], **{**GREEDY, "max_tokens": 2})
+    head = head_of(chained)
+    head.manager.check_integrity()
+    assert head.manager.stats.hit_tokens > 64
+    counts = chained.engine.speculation.counts  # type: ignore[union-attr]
+    assert 0.1 * counts.drafted < counts.accepted < counts.drafted
+    return said, sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    # A tape does not hold what experts do on a CPU.
+    [*((name, record) for name in (*FORMATS, "mimo")), *((name, live) for name in ("raw", *KINDS[:2]))],
+)
+def test_chains_say_what_they_should(name: str, how: Any, named: dict[str, Any]) -> None:
+    model, drafter, reference = named[name]
+    said, sizes = told(engine(model, **PLAIN, kv_format="fp32"), MANY, how, model, drafter)
+    assert {len(drafts) for _, drafts, _ in said} == {0, 1, 2}
+    # Of one request and of several, padded to more; few new rows of each and many.
+    assert {2, 4, 8} <= set(sizes) and {(2, 4), (4, 4), (8, 4)} <= set(sizes)
+    limit = 1e-3 if name == "qwen3_next" else 1e-4
+    assert error([*said[:6], *said[20:400:37], *said[-3:]], reference()) < limit
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, DRAWN, {**DRAWN, "top_k": 20, "n": 2, "min_tokens": 9}],
+    ids=["greedy", "drawn", "filtered"],
+)
+@pytest.mark.parametrize("name", ["raw", "mimo"])
+def test_chains_propose_what_steps_do(name: str, params: dict[str, Any], named: dict[str, Any]) -> None:
+    model, drafter, _ = named[name]
+    found = []
+    for how in (None, record):
+        llm = served(model, drafter, how)
+        with proposals() as noted:
+            # The second time prefixes are found.
+            for _ in range(2):
+                completions = answers(llm, MANY, **{**params, "max_tokens": 20})
+        found.append((sorted(noted), [one.token_ids for one in completions]))
+    assert found[0] == found[1]
+    assert sum(len(drafts) for _, drafts in found[0][0]) > 100
+
+
+def test_what_needs_tokens_goes_step_by_step(named: dict[str, Any]) -> None:
+    model, drafter, _ = named["raw"]
+    plain, llm = engine(model, **PLAIN, kv_format="fp32"), served(model, drafter, record)
+    for params in ({"repetition_penalty": 1.3}, {"grammar": "regex:[0-9]{12,20}"}, {"presence_penalty": 0.5}):
+        with replays(llm) as sizes:
+            same(answers(llm, PROMPTS, **GREEDY, **params), answers(plain, PROMPTS, **GREEDY, **params), 1e-4)
+        assert not any(isinstance(size, int) for size in sizes)
+    head_of(llm).manager.check_integrity()
+
+
+def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of many steps wait for a recorded step, and drafts go on from there."""
+    model, drafter, reference = named["raw"]
+    llm = served(model, drafter, record)
+    speculation = llm.engine.speculation
+    assert speculation
+    propose, count = speculation.propose, [0]
+
+    def seldom(*arguments: Any) -> Any:
+        count[0] += 1
+        return propose(*arguments) if count[0] % 11 == 0 else {}
+
+    monkeypatch.setattr(speculation, "propose", seldom)
+    with overheard() as said, replays(llm) as sizes:
+        answers(llm, PROMPTS[:3], **{**GREEDY, "max_tokens": 70})
+    firsts = [size for size in sizes if isinstance(size, tuple)]
+    assert len(firsts) > count[0] // 4, "rows are stored by recorded steps"
+    assert {len(drafts) for _, drafts, _ in said} == {0, 1, 2}
+    assert error(said[:30:4], reference()) < 1e-4
+
+
+def test_too_few_pages_and_short_contexts(named: dict[str, Any]) -> None:
+    model, drafter, _ = named["raw"]
+    expected = answers(engine(model, **PLAIN, kv_format="fp32"), PROMPTS, **GREEDY)
+    for free in (0, 3):
+        llm = served(model, drafter, record)
+        allocator = head_of(llm).manager._allocator
+        allocator.allocate(allocator.num_free - free)
+        same(answers(llm, PROMPTS, **GREEDY), expected, 1e-4)
+    llm = served(model, drafter, record)
+    head = head_of(llm)
+    head.max_context = 90
+    with proposals() as noted:
+        same(answers(llm, PROMPTS, **GREEDY), expected, 1e-4)
+    assert max(len(tokens) + len(drafts) for tokens, drafts in noted if drafts) <= 90
+    assert any(len(tokens) > 90 for tokens, _ in noted)
+    head.manager.check_integrity()
+
+
+def _wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row reads the hidden state that waits before its own."""
+    at = WaitingStates.at
+    monkeypatch.setattr(WaitingStates, "at", lambda self, slots, positions: at(self, slots, positions - 1))
+
+
+def _wrong_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = WaitingStates.at
+    monkeypatch.setattr(
+        WaitingStates, "at", lambda self, slots, positions: at(self, slots.roll(1), positions)
+    )
+
+
+def _same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft reads the hidden state of the first one again."""
+    store = DraftGraphs.store_logits
+
+    def keep(self: DraftGraphs, logits: Tensor, states: Tensor) -> None:
+        before = None if self.states is None or self.first else self.states[: len(states)].clone()  # type: ignore[attr-defined]
+        store(self, logits, states if before is None else before)
+
+    def first(self: DraftGraphs, *arguments: Any) -> None:
+        self.first = True  # type: ignore[attr-defined]
+        begin(self, *arguments)
+        self.first = False  # type: ignore[attr-defined]
+
+    begin = DraftGraphs.begin
+    monkeypatch.setattr(DraftGraphs, "begin", first)
+    monkeypatch.setattr(DraftGraphs, "store_logits", keep)
+
+
+def _next_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of drafts lie one position too far."""
+    begin = DraftGraphs.begin
+
+    def further(self: DraftGraphs, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.inputs[1] += self.inputs[1] >= 0
+
+    monkeypatch.setattr(DraftGraphs, "begin", further)
+
+
+def _standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts have the same position."""
+    follow = DraftGraphs.follow
+
+    def stay(self: DraftGraphs, runner: Any, size: int, graphs: Any) -> None:
+        before = self.inputs[1].clone()
+        follow(self, runner, size, graphs)
+        self.inputs[1].copy_(before)
+
+    monkeypatch.setattr(DraftGraphs, "follow", stay)
+
+
+def _earlier_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row before the last one is drawn from."""
+    rows = DraftGraphs.logit_rows
+    monkeypatch.setattr(DraftGraphs, "logit_rows", lambda self, *arguments: rows(self, *arguments) - 1)
+
+
+PLANTED = [_wrong_row, _wrong_request, _same_state, _next_position, _standing, _earlier_logits]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize("name", ["raw", "mimo"])
+def test_planted_errors_are_noticed(
+    name: str, plant: Any, named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafter, reference = named[name]
+    plant(monkeypatch)
+    llm = served(model, drafter, record)
+    with overheard() as said:
+        answers(llm, PROMPTS[:3], **{**GREEDY, "max_tokens": 12})
+    assert error(said[:24], reference()) > 1e-3
+
+
+def test_a_token_that_is_not_mapped_is_noticed(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafter, _ = named["raw"]
+    found = []
+    for how in (None, record):
+        if how:
+            store = DraftGraphs.store_drawn
+
+            def unmapped(self: DraftGraphs, tokens: Tensor, chances: Tensor, store: Any = store) -> None:
+                store(self, torch.searchsorted(self._forward.draft_ids, tokens), chances)
+
+            monkeypatch.setattr(DraftGraphs, "store_drawn", unmapped)
+        with proposals() as noted:
+            answers(served(model, drafter, how), PROMPTS[:2], **{**GREEDY, "max_tokens": 8})
+        found.append(sorted(noted))
+    assert found[0] != found[1]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")  # of products that are packed, on a CPU alone
+def test_heads_compile(named: dict[str, Any]) -> None:
+    """As on a GPU, where the graph that is traced serves steps of all sizes."""
+    from torch._dynamo.utils import counters
+
+    from nibble.models.forward import compiled
+
+    for name in ("raw", "mimo"):
+        torch._dynamo.reset()
+        counters.clear()
+        model, drafter, reference = named[name]
+        llm = served(model, drafter)
+        forward: Any = head_of(llm).runner.run
+        forward._run = compiled(forward.head, "aot_eager")
+        with overheard() as said:
+            answers(llm, PROMPTS[:3], **{**GREEDY, "max_tokens": 6})
+        assert len(said) > 12 and error(said[:12], reference()) < 1e-4
+        assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
