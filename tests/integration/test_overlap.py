@@ -287,17 +287,17 @@ def test_a_failing_step_ends_its_requests_only(pair: tuple[LLM, LLM]) -> None:
 
 
 def test_an_interrupt_loses_nothing(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, read = pair[1].stream(PROMPTS[1], max_tokens=12), SampledTokens.read
+    stream, read = pair[1].stream(PROMPTS[1], max_tokens=12), SampledTokens.read_ids
     first = next(stream).text
 
     def interrupted(picks: SampledTokens) -> None:
         raise KeyboardInterrupt
 
     for _ in range(2):
-        monkeypatch.setattr(SampledTokens, "read", interrupted)
+        monkeypatch.setattr(SampledTokens, "read_ids", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair[1].engine.step()
-        monkeypatch.setattr(SampledTokens, "read", read)
+        monkeypatch.setattr(SampledTokens, "read_ids", read)
         assert (
             pair[1].generate(PROMPTS[2], max_tokens=4).text == pair[0].generate(PROMPTS[2], max_tokens=4).text
         )

@@ -111,3 +111,31 @@ def test_sizes_have_room(most: int, tokens: int) -> None:
         fits = [size for size in sizes if size[0] >= requests and size[1] >= min(length, tokens)]
         if requests & (requests - 1) == 0 and (tokens & (tokens - 1)) == 0:
             assert fits, (requests, length)
+
+
+def test_pages_ahead_are_sent_before_the_step_and_take_none_of_others(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool that is just large enough; with room, steps with drafts find their pages on the device."""
+    plain = answers(served())
+    known = {tuple(prompt): one.token_ids for prompt, one in zip(PROMPTS, plain, strict=True)}
+    late = list[bool]()
+    with oracle(known, 0.2, most=7) as name:
+        llm = served(speculative=name, speculative_tokens="3", prefix_cache=False)
+        recorded(llm, live, tokens=4)
+        runner, manager = llm.engine.runner, llm.engine.scheduler.manager
+        verify = runner._replay_verify
+
+        def note(numbers: Any, *others: Any) -> Any:
+            late.append(numbers.updates.any_pages)
+            return verify(numbers, *others)
+
+        monkeypatch.setattr(runner, "_replay_verify", note)
+        same(answers(llm), plain)
+        # A request's first step with drafts follows one that has none.
+        assert len(late) > 5 and sum(late) <= 2
+        needed = sum(manager.pages_for(len(prompt) + TOKENS) for prompt in PROMPTS)
+        manager._allocator.allocate(manager._allocator.num_free - needed)
+        found = llm.generate(PROMPTS, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+        same([output.completions[0] for output in found], plain)
+        assert llm.engine.scheduler.metrics.preemptions == 0

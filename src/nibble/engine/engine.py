@@ -503,12 +503,15 @@ class Engine:
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
         while self._gains:
-            gains = self._gains.popleft()
-            self._count_drafts(gains.batch, gains.runs)
-            self._pending += [
+            gains = self._gains[0]
+            pending = [
                 (request, _scored(run, gains.logprobs.get(request)), request in gains.ended)
                 for request, run in gains.runs.items()
             ]
+            # Together: an interrupt loses nothing.
+            self._gains.popleft()
+            self._pending += pending
+            self._count_drafts(gains.batch, gains.runs)
         errors: list[Exception] = []
         while self._pending:
             request, run, has_ended = self._pending.popleft()

@@ -142,7 +142,7 @@ class Scheduler:
         What is neither committed nor in flight is scheduled again.
 
         Args:
-            drafts: tokens that may follow those of draftable requests; they get what budget and pages are left.
+            drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
         """
         self._admit()
         decodes: list[Request] = []
@@ -150,7 +150,7 @@ class Scheduler:
         for request in self.running:
             item = request.in_flight
             # The token in flight ends the answer whatever it is, so one more would be dropped.
-            if item and item.samples_token and self._is_full(request, item.end + 1):
+            if item and item.samples_token and item.end + 1 >= self._last_length(request):
                 continue
             (decodes if request.is_decoding else prompts).append(request)
         num_tokens = self._split_budget(decodes, prompts)
@@ -164,7 +164,7 @@ class Scheduler:
         room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
         for request, count in counts.items():
             # Once all others have their pages: nobody gives up any for drafts.
-            of_request = drafts.get(request, ())
+            of_request = drafts.get(request, ()) if request.is_decoding else ()
             if of_request:
                 of_request = self._reserve_drafts(request, of_request[:room])
                 room -= len(of_request)
@@ -178,9 +178,8 @@ class Scheduler:
 
     def draft_room(self, request: Request) -> int:
         """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
-        lease = request.lease
-        end = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
-        return min(end - len(request.token_ids) - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
+        lease, num_left = request.lease, self._last_length(request) - len(request.token_ids)
+        return min(num_left - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
 
     def reserve_ahead(self, batch: Batch) -> list[Lease]:
         """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
@@ -190,7 +189,8 @@ class Scheduler:
         items = [item for item in batch.scheduled if item.drafts and item.request.in_flight is item]
         for item in items:
             # As many drafts again, should all of these count.
-            self.manager.reserve_ahead(item.request.lease, item.end + item.num_tokens)
+            upto = min(item.end + item.num_tokens, self._last_length(item.request))
+            self.manager.reserve_ahead(item.request.lease, upto)
         return [item.request.lease for item in items]
 
     def launch(self, batch: Batch) -> None:
@@ -255,7 +255,7 @@ class Scheduler:
         if token in request.stop_ids:
             return "stop"
         request.token_ids.append(token)
-        return "length" if self._is_full(request, len(request.token_ids)) else None
+        return "length" if len(request.token_ids) >= self._last_length(request) else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Of one that has ended already, only the reason changes."""
@@ -336,7 +336,7 @@ class Scheduler:
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Return the pages that a running request takes soon: for all of its tokens, and one to grow into."""
-        return self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages)
+        return max(self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages), 0)
 
     def _min_frames(self, requests: Iterable[Request]) -> int:
         """Return the frames that running requests need under pressure."""
@@ -523,10 +523,9 @@ class Scheduler:
             self.waiting.remove(request)
         request.in_flight, request.state = None, state
 
-    def _is_full(self, request: Request, length: int) -> bool:
-        """Return whether an answer ends with so many tokens, prompt included, whatever they are."""
-        num_output_tokens = length - len(request.prompt_token_ids)
-        return num_output_tokens >= request.params.max_tokens or length >= self.limit
+    def _last_length(self, request: Request) -> int:
+        """Return the number of tokens, prompt included, with which an answer ends, whatever they are."""
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
 
 
 def _urgency(request: Request) -> tuple[int, int]:

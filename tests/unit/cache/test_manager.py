@@ -250,3 +250,35 @@ def test_no_torch():
     code = "import sys, nibble.cache.manager, nibble.engine.scheduler; assert 'torch' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_pages_that_are_reserved_ahead_stay_until_they_are_short():
+    books = manager(total=6)
+    lease = store(books, PROMPT)
+    books.reserve(lease, 15, 3)
+    books.reserve_ahead(lease, 19)
+    assert len(lease.pages) == 5
+    books.commit(lease, [*PROMPT, 1], 12)
+    books.take_back(lease)
+    assert len(lease.pages) == 5 and books.stats.free == 1, "the next step may have as many drafts"
+    books.check_integrity()
+    books.reserve(lease, 13)
+    books.trim(lease)
+    assert len(lease.pages) == 4, "what was reserved since stays"
+    assert lease.num_kept_pages == 4, "page tables look again at what is behind"
+    books.trim(lease)
+    books.check_integrity()
+    other = books.open([1, 2], "")
+    books.reserve(other, 8)
+    books.reserve_ahead(lease, 19)
+    assert len(lease.pages) == 4, "nothing is evicted for drafts to come"
+
+
+def test_drafts_that_are_taken_back_without_pages_ahead_keep_none():
+    books = manager()
+    lease = store(books, PROMPT)
+    books.reserve(lease, 19, 8)
+    books.commit(lease, [*PROMPT, 1], 12)
+    books.take_back(lease)
+    assert len(lease.pages) == 3
+    books.check_integrity()
