@@ -46,8 +46,8 @@ REQUESTS, PROMPTS = (1, 8, 64, 256), (2048, 16384)
 MOST_LAYERS, PROMPT_CALLS = 128, 3
 LIMIT = 0.01
 """Of outputs, against the definition, where a rounded update may fall to the other side."""
-TILES = ((8, 4), (16, 4), (16, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8))
-"""Rows and warps that --sweep tries."""
+TILES = ((16, 4), (32, 4), (64, 4), (64, 8), (128, 4), (128, 4, 255), (128, 8), (128, 8, 168), (128, 16))
+"""Rows, warps and most registers of a thread that --sweep tries."""
 Rows = tuple[Tensor, ...]
 
 
@@ -176,7 +176,13 @@ def decodes(shapes: Shapes, format: str, requests: int, sweep: bool) -> Iterator
 
         for tile in (decode.Tile(*numbers) for numbers in TILES):
             us = time(32 + BLOCK // 2, decode.recurrence, tile=tile)
-            yield Cell(f"decode, {tile.rows} rows, {tile.warps} warps", format, requests, us, size)
+            yield Cell(
+                f"decode, {tile.rows} rows, {tile.warps} warps, {tile.maxnreg} registers",
+                format,
+                requests,
+                us,
+                size,
+            )
 
 
 def joined_decodes(shapes: Shapes, format: str, requests: int, sweep: bool) -> Iterator[Cell]:
@@ -205,7 +211,9 @@ def joined_decodes(shapes: Shapes, format: str, requests: int, sweep: bool) -> I
     ways: dict[str, Callable[[LayerState], Tensor]] = {"convolution and rule apart": apart}
     ways |= {"joined": joined, "of products": projected}
     for tile in (decode.Tile(*numbers) for numbers in (TILES if sweep else ())):
-        ways[f"of products, {tile.rows} rows, {tile.warps} warps"] = partial(projected, tile=tile)
+        ways[f"of products, {tile.rows} rows, {tile.warps} warps, {tile.maxnreg} registers"] = partial(
+            projected, tile=tile
+        )
     for what, serve in ways.items() if torch.cuda.is_available() else ():
         off = error(serve(states[0]), apart(states[0]))
         if not off <= LIMIT:

@@ -48,8 +48,6 @@ def join_projections(graph: fx.Graph, device: str) -> int:
     for rule in graph.find_nodes(op="call_function", target=_JOINED):
         if rule.meta["val"].device.type == device:
             count += _join(graph, rule)
-    if count:
-        graph.eliminate_dead_code()
     return count
 
 
@@ -66,8 +64,21 @@ def _join(graph: fx.Graph, rule: fx.Node) -> bool:
         values = *(node.meta["val"] for node in inputs), None
         joined.meta[INPUT_VALUES] = (_arguments(values, rule.meta[INPUT_VALUES][0]), {})
     rule.replace_all_uses_with(joined)
-    graph.erase_node(rule)
+    _erase(graph, rule)
     return True
+
+
+def _erase(graph: fx.Graph, rule: fx.Node) -> None:
+    """Erase a node, and what was computed for it alone."""
+    # What is between products and it has no effects, so each goes that nobody reads.
+    stack, erased = [rule], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op in _INPUTS or node.target in _PRODUCTS:
+            continue
+        stack += node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
 
 
 def _projection_of(rule: fx.Node) -> tuple[tuple[fx.Node, ...], list[int]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nibble.kernels import GPU
 from nibble.kernels import linear as op
 from nibble.kernels.linear import triton as twin
 from nibble.models.linear import LargeLinear
@@ -23,7 +24,7 @@ def tensors(rows: int, n: int, k: int, bias: bool) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("n", [128, 96 * 64])
+@pytest.mark.parametrize("n", [128, 160, 96 * 64])
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
     x, weight, b = tensors(rows, n, 256, bias)
@@ -31,6 +32,24 @@ def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
     found = twin.linear(x[None], weight, b)
     assert found.shape == (1, rows, n) and found.dtype == x.dtype
     assert (found[0].double() - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_tiles_are_whole_and_there_are_enough_of_them() -> None:
+    hopper = GPU(90, 132, 232448)
+    for outputs, inputs in (
+        (2048, 4096),
+        (4096, 4096),
+        (16480, 5120),
+        (28672, 4096),
+        (4096, 14336),
+        (12352, 2048),
+    ):
+        tile = twin.tile_of(outputs, inputs, 2, hopper)
+        assert outputs % tile.outputs == inputs % tile.inputs == 0
+        assert (
+            outputs // tile.outputs >= 64
+            and tile.stages * (tile.outputs + 16) * tile.inputs * 2 <= hopper.memory
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])

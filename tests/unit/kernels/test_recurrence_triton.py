@@ -571,7 +571,7 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
         fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,
                       LINES=tile.rows * columns // line, LINE_VALUES=line)
-        return compiled(decode.decode_kernel, types, fixed, tile.warps, maxnreg=decode.REGISTERS)
+        return compiled(decode.decode_kernel, types, fixed, tile.warps, maxnreg=tile.maxnreg)
     fixed |= dict(states_at=None, settled=None, VW=any_cut.ROWS, KW=triton.next_power_of_2(columns), FULL=dtype == "fp32")
     if kernel == "weights":
         fixed = {n: v for n, v in fixed.items() if n in any_cut.weights_kernel.arg_names}
@@ -611,7 +611,7 @@ for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("
             and stores == "0"
             and int(vectors) >= 4
             and spills[0] == "False"
-            and int(spills[1]) <= 16
+            and spills[1] == "0"
         )
         # No thread convolves what others do.
         assert int(loads) < 128

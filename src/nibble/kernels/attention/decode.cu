@@ -279,10 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   TileCursor segment;
   bool is_shared = false;
   // Of what the block has of a (request, head), this warp's next column.
+#pragma unroll 1
   for (int position = block_begin, end = block_begin, columns = 0, column = 0, turn = 0;;) {
     SharedColumn it;
     bool merges;
     if (round == 0) {
+#pragma unroll 1
       while (column >= columns && end < block_end) {
         position = end;
         segment.seek(batch, batch_size, position);

@@ -75,7 +75,7 @@ def _may_serve(weight_NK: Tensor) -> bool:
         and weight_NK.dtype in {torch.bfloat16, torch.float16}
         and weight_NK.is_contiguous()
         # Whole tiles only: the kernel of large weights has no masks along them.
-        and (n <= NARROW or (weight_NK.nbytes >= MIN_BYTES and n % 64 == k % 256 == 0))
+        and (n <= NARROW or (weight_NK.nbytes >= MIN_BYTES and n % 32 == k % 256 == 0))
         and triton_present()
     )
 

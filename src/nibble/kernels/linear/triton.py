@@ -68,17 +68,24 @@ MANY_PROGRAMS = 256
 """Programs from which on several share a processor, and each loads fewer steps ahead."""
 LONG_ROW = 8192
 """Inputs from which on programs are narrow, so that there are more of them."""
+FEW_OUTPUTS = 4096
+"""Outputs below which they are, too."""
+WIDE, NARROW = 64, 32
+"""Outputs of a program."""
 
 
 def tile_of(outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
     """Choose the tile of a weight of items of so many bytes.
 
-    These were fastest on an H200 (benchmarks/linear.py); smaller GPUs have room for fewer steps.
+    These were fastest on an H200 (benchmarks/linear.py), but for those of fewer outputs than FEW_OUTPUTS, or of odd
+    ones, which were not measured; smaller GPUs have room for fewer steps.
     """
-    if outputs >= 64 * MANY_PROGRAMS:
-        tile = Tile(64, 128, stages=4)
+    if outputs % WIDE or outputs < FEW_OUTPUTS:
+        tile = Tile(NARROW, 256, stages=6)
+    elif outputs >= WIDE * MANY_PROGRAMS:
+        tile = Tile(WIDE, 128, stages=4)
     else:
-        tile = Tile(64, 128, stages=6) if inputs < LONG_ROW else Tile(32, 256, stages=6)
+        tile = Tile(WIDE, 128, stages=6) if inputs < LONG_ROW else Tile(NARROW, 256, stages=6)
     step = (tile.outputs + MMA_ROWS) * tile.inputs * item
     return replace(tile, stages=min(tile.stages, gpu.memory // step))
 
@@ -88,7 +95,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
 
     Args:
         x: [..., K], of MMA_ROWS rows at most.
-        weight_NK: Contiguous; N a multiple of 64 and K of 256.
+        weight_NK: Contiguous; N a multiple of 32 and K of 256.
         bias_N: Added to each row, if there is one.
         tile: Another tile than the fastest.
 

@@ -44,8 +44,6 @@ TILE_BYTES, TILE_VALUES = 16 << 10, 8 << 10
 """Most bytes and values of a matrix in a program."""
 THREAD_VALUES = 32
 """Values of a thread."""
-REGISTERS = 128
-"""Of a thread: two programs of the largest tile share a processor."""
 PROGRAMS = 1
 """Programs of a processor below which each gets fewer rows."""
 
@@ -119,6 +117,15 @@ def _convolved(x_at, inputs, weight, bias, c, i, N, start, channels, stride_C, s
     if SILU:
         sum = sum / (1 + tl.exp(-sum))
     return sum.to(x_at.dtype.element_ty), own
+
+
+@triton.jit
+def _unit_pair(x_2DE, EPSILON: tl.constexpr, SCALE: tl.constexpr):
+    """Normalise queries and keys, and multiply the former with SCALE, in their own dtype."""
+    y_2DE, side = x_2DE.to(tl.float32), tl.arange(0, 2)[:, None, None]
+    factor_2 = inverse_length(tl.sum(tl.sum(y_2DE * y_2DE, 2), 1), EPSILON)
+    y_2DE *= factor_2[:, None, None]
+    return tl.where(side == 0, y_2DE * SCALE, y_2DE).to(x_2DE.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "requests"])
@@ -196,6 +203,8 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
                                weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
         value_V, new_V = _convolved(x + x_V, inputs, weight, bias, c_V, v_V, V, start, channels, weight_stride_C,
                                     weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        if UNIT:
+            both = _unit_pair(tl.reshape(both, [2, D, E]), EPSILON, SCALE)
         q_all, k_all = tl.split(tl.trans(tl.reshape(both, [2, PADDED])))
         q_DE, k_DE = tl.reshape(q_all, [D, E]), tl.reshape(k_all, [D, E])
         q_CW, k_CW = tl.reshape(q_all, [C, W]), tl.reshape(k_all, [C, W])
@@ -221,13 +230,11 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     DTYPE: tl.constexpr = q_DE.dtype
     q_DE, k_DE, value_V = q_DE.to(tl.float32), k_DE.to(tl.float32), value_V.to(tl.float32)
     q_CW, k_CW = q_CW.to(tl.float32), k_CW.to(tl.float32)
-    if UNIT:
+    if UNIT and not TAPS:
         q_factor = inverse_length(tl.sum(tl.sum(q_DE * q_DE, 1), 0), EPSILON)
         k_factor = inverse_length(tl.sum(tl.sum(k_DE * k_DE, 1), 0), EPSILON)
-        q_DE, q_CW = (
-            (q_DE * q_factor * SCALE).to(DTYPE).to(tl.float32),
-            (q_CW * q_factor * SCALE).to(DTYPE).to(tl.float32),
-        )
+        q_DE = (q_DE * q_factor * SCALE).to(DTYPE).to(tl.float32)
+        q_CW = (q_CW * q_factor * SCALE).to(DTYPE).to(tl.float32)
         k_DE, k_CW = (k_DE * k_factor).to(DTYPE).to(tl.float32), (k_CW * k_factor).to(DTYPE).to(tl.float32)
     own_DE = k_DE.to(keys.dtype.element_ty)
     k_DE, k_CW = own_DE.to(tl.float32), k_CW.to(keys.dtype.element_ty).to(tl.float32)
@@ -333,6 +340,13 @@ class Tile:
 
     rows: int
     warps: int
+    registers: int = 0
+    """Most of a thread; 0: with as many two programs of 8 warps share a processor, or three of 4."""
+
+    @property
+    def maxnreg(self) -> int:
+        """Return the most registers of a thread."""
+        return self.registers or (128 if self.warps > 4 else 168)
 
 
 def tile_of(rows: int, columns: int, itemsize: int, matrices: int, gpu: GPU) -> Tile:
@@ -494,7 +508,7 @@ class _Step:
             H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
             D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
             MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=state.decays.dim() == 4, DELTA=delta,
-            PDL=bool(pdl), num_warps=tile.warps, maxnreg=REGISTERS, **pdl,
+            PDL=bool(pdl), num_warps=tile.warps, maxnreg=tile.maxnreg, **pdl,
         )  # fmt: skip
         return self.out_THV
 
