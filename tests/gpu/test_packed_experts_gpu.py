@@ -119,7 +119,7 @@ def test_a_token_and_its_router_in_a_graph(model: str, name: str, has_shared: bo
         graph.replay()
         if turn % 50:
             continue
-        for before, found, (own, *pairs) in zip(values, values[1:], made, strict=True):
+        for before, found, (own, *pairs) in zip(values[:-1], values[1:], made, strict=True):
             _, weights, chosen = router.route(before, *own, **choice)
             y = op.layer(before, chosen, weights, *pairs, gate)
             # Logits of another order of sums may round to another tie, which random ones rarely have.
