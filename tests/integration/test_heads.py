@@ -190,7 +190,7 @@ def _no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     run = draft_steps.HeadForward.__call__
 
     def call(self: Any, *rest: Any) -> Any:
-        given = self.given
+        given = self.input_states
         logits, states = run(self, *rest)
         return logits, given if isinstance(given, Tensor) and len(given) == 1 else states
 
