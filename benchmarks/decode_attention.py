@@ -1,7 +1,7 @@
 """Decode attention: Nibble's backends against FlashInfer, over the same paged caches of random tokens.
 
     python benchmarks/decode_attention.py [--quick] [--shapes 64x8K,1x128K+31x4K] [--heads 64/4,32/8/64]
-        [--formats nvfp4,bf16] [--backends cuda,triton] [--no-peers] [--tiny] [--out FOLDER] [--report]
+        [--formats nvfp4,bf16] [--backends cuda,triton] [--no-peers] [--queries 4] [--tiny] [--out FOLDER] [--report]
 
 Nibble's side is what an engine calls: PagedPool.write, then `attend` of a backend's adapter over the pool's view, page
 64. FlashInfer (optional) reads the same bytes, in pages of 64 and of 16, and the better of the two counts; its host
@@ -9,6 +9,8 @@ planning is not timed. Each time is the median replay of a CUDA graph of 32 call
 32 (of 8 calls where each takes a millisecond or more); the calls go round several layers, so that the L2 cache is no
 help. Gate: outputs of the last replay, poisoned before, against float64 over the dequantised cache, at most twice the
 error of torch in bfloat16.
+
+--queries: new tokens of each request, as in a step that verifies drafts; without peers, where there are several.
 
 TB/s counts the bytes that must be read: tokens x bytes of K and V. The share is of what a large copy on the device
 reaches in the same process, bytes read and written counted; reading alone can be faster than that.
@@ -80,17 +82,25 @@ class Cell:
 
 
 def measure(
-    name: str, shape: str, cached: Cache, begin: Callable[[], Attention], gate: float | None = None
+    name: str,
+    shape: str,
+    cached: Cache,
+    begin: Callable[[], Attention],
+    gate: float | None = None,
+    count: int = 1,
 ) -> Cell:
-    """Times one kernel and checks what it wrote. begin: starts a step. gate: a looser bound on the error."""
-    queries = cached.queries(len(cached.lens))
+    """Times one kernel and checks what it wrote.
+
+    begin: starts a step. gate: a looser bound on the error. count: queries of each request.
+    """
+    queries = cached.queries(count * len(cached.lens))
 
     def step() -> list[Tensor]:
         attention = begin()
         return [attention(queries[i % cached.layers], i % cached.layers) for i in range(calls(cached))]
 
     took = time_calls(step, calls(cached))
-    errors = list(errors_of(cached, queries, took.outputs))
+    errors = list(errors_of(cached, queries, took.outputs, count))
     for found in errors:
         found.gate(f"{name}, {cached.scheme}, {shape}", *(() if gate is None else (gate / found.plain,)))
     error = paged.biggest(errors)
@@ -105,27 +115,34 @@ def calls(cached: Cache) -> int:
     return max(gpu.calls_for(cached.read_bytes), cached.layers)
 
 
-def errors_of(cached: Cache, queries: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[paged.Error]:
+def errors_of(
+    cached: Cache, queries: Sequence[Tensor], outputs: Sequence[Tensor], count: int
+) -> Iterator[paged.Error]:
     """The errors of the first and the last layer's last calls, for the first and the last request."""
     last = len(outputs) - 1
     for layer in sorted({0, cached.layers - 1}):
         call = last - (last - layer) % cached.layers
         for request in sorted({0, len(cached.lens) - 1}):
-            row = slice(request, request + 1)
+            row = slice(count * request, count * (request + 1))
             stop = cached.lens[request]
             yield paged.error(queries[layer][row], outputs[call][row], cached, layer, request, stop)
 
 
-def own_steps(cached: Cache, way: paged.Way) -> Callable[[], Attention]:
+def own_steps(cached: Cache, way: paged.Way, count: int = 1) -> Callable[[], Attention]:
     """Begins steps of one of Nibble's backends, as the engine does: what a backend works out per step is timed too."""
     adapter = way.adapter()
-    segment = cached.segment(Phase.DECODE, [1] * len(cached.lens))
+    segment = cached.segment(phase_of(count), [count] * len(cached.lens))
 
     def begin() -> Attention:
         prepared = paged.begin_step(way, adapter, segment, cached.page_size)
         return lambda q_THD, layer: paged.attend(prepared, q_THD, cached.view(layer), cached.spec)
 
     return begin
+
+
+def phase_of(count: int) -> Phase:
+    """The phase of a step in which each request has so many new tokens."""
+    return Phase.DECODE if count == 1 else Phase.VERIFY
 
 
 def always(attention: Attention) -> Callable[[], Attention]:
@@ -141,10 +158,12 @@ def theirs(shape: str, cached: Cache) -> Iterator[Cell]:
         yield measure(name, shape, cached, always(attention), PEER_GATE)
 
 
-def cells(heads: Heads, shape: str, scheme: str, names: Sequence[str], with_peers: bool) -> Iterator[Cell]:
+def cells(
+    heads: Heads, shape: str, scheme: str, names: Sequence[str], with_peers: bool, count: int
+) -> Iterator[Cell]:
     """Every kernel that serves a scheme, over as few caches as that takes."""
     lens, page = paged.requests(shape), peers.PLACES[0][0]
-    found = paged.ways(names, Phase.DECODE, heads, scheme, page)
+    found = paged.ways(names, phase_of(count), heads, scheme, page)
     places: dict[tuple[int, str], list[paged.Way]] = {}
     for way in found:
         places.setdefault((page, way.packing), []).append(way)
@@ -153,7 +172,7 @@ def cells(heads: Heads, shape: str, scheme: str, names: Sequence[str], with_peer
     for (size, packing), ways in places.items():
         cached = paged.make_cache(heads, lens, scheme, packing, size)
         for way in ways:
-            yield measure(way.name, shape, cached, own_steps(cached, way))
+            yield measure(way.name, shape, cached, own_steps(cached, way, count), count=count)
         if with_peers and (size, packing) in peers.PLACES:
             yield from theirs(shape, cached)
         del cached
@@ -240,11 +259,11 @@ def clocked(heads: Heads, shape: str, names: Sequence[str]) -> str:
 def main() -> None:
     options = arguments().parse_args()
     names, missing = options.backends.split(","), peers.flashinfer()
-    with_peers = options.peers and not isinstance(missing, str)
+    with_peers = options.peers and not isinstance(missing, str) and options.queries == 1
     copy, found, asked, began = gpu.copy_tbps(), list[Cell](), jobs(options), time.perf_counter()
     for heads, shape in asked:
         for fmt in options.formats.split(","):
-            for cell in cells(heads, shape, fmt, names, with_peers):
+            for cell in cells(heads, shape, fmt, names, with_peers, options.queries):
                 found.append(cell)
                 print(f"{time.perf_counter() - began:5.1f} s  {cell.line(copy)}", flush=True)
         if options.out:  # what is known so far, should time run out
@@ -276,6 +295,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
     parser.add_argument("--shapes", help="requests x stored tokens, as 64x8K,1x128K+31x4K")
     parser.add_argument("--heads", help="query heads / KV heads / head_dim (128), as 64/4,32/8/64")
+    parser.add_argument("--queries", type=int, default=1, help="new tokens of each request")
     gpu.add_backends_option(parser, "cuda,triton")
     gpu.add_common_options(parser, FORMATS)
     return parser

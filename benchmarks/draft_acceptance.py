@@ -24,7 +24,6 @@ from unittest import mock
 
 from nibble import LLM, SamplingParams
 from nibble.engine import engine
-from nibble.engine.request import Logprob
 from nibble.models.hub import locate
 
 
@@ -33,15 +32,14 @@ def forced(answer: Sequence[int], hits: list[int]) -> Iterator[None]:
     """Let the one request that runs say `answer`, and note for each position how many drafts would have counted."""
     place = 0
 
-    def run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+    def run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
         nonlocal place
-        chosen = [token.token if token else None for token in sampled]
         count = 0
-        while count < len(drafts) and drafts[count] == chosen[count]:
+        while count < len(drafts) and drafts[count] == sampled[count]:
             count += 1
         hits.append(count)
         place += 1
-        return [Logprob(answer[place - 1], 0.0)]
+        return [answer[place - 1]]
 
     with mock.patch.object(engine, "accepted_run", run):
         yield

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 import gpu
 from nibble.errors import BackendError
+from nibble.kernels import experts as kernels
 from nibble.kernels import router
 from nibble.kernels.experts import cuda
 from nibble.kernels.experts.cuda import Tile
+from nibble.kernels.experts.gate import Gate
 from nibble.kernels.weight_formats import WeightFormat, experts_unserved
 from nibble.models import experts, routers
 from nibble.models.forward import inductor_options
@@ -114,15 +116,29 @@ def serve(made: list[nn.Module], implementation: str) -> None:
                 module.config._experts_implementation = implementation
 
 
-def chain(made: list[nn.Module], x: Tensor) -> tuple[list[Tensor], Tensor]:
+def chain(
+    made: list[nn.Module], x: Tensor, compute: Callable[[nn.Module, Tensor], Tensor] | None = None
+) -> tuple[list[Tensor], Tensor]:
     """Return what each layer gets, the sum of what those before it got and computed, and what the last computes."""
     inputs, y = [], torch.zeros_like(x)
     for block in made:
         # One behind the other, as in a model: a compiler would join what does not depend on one another.
         x = x + y
         inputs.append(x)
-        y = output_of(block(x))
+        y = output_of(block(x)) if compute is None else compute(block, x)
     return inputs, y
+
+
+def routed(block: nn.Module, x: Tensor) -> Tensor:
+    """Return what a block computes by the operator that has its router, too, as where it is compiled."""
+    (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
+    (own,) = (m for m in block.modules() if hasattr(m, "is_normalized"))
+    matrices = (experts._matrices(module, name) for name in ("gate_up_proj", "down_proj"))
+    y_TH = kernels.routed_layer(
+        x.reshape(-1, x.shape[-1]), (own.weight, getattr(own, "bias", None)), *matrices, Gate(*module.nibble_gate),
+        top_k=own.top_k, is_normalized=own.is_normalized,
+    )  # fmt: skip
+    return y_TH.view_as(x)
 
 
 def output_of(y: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -200,13 +216,15 @@ def check_router(block: nn.Module, x: Tensor) -> None:
                 raise SystemExit(f"a router of {len(x_TH)} tokens is wrong: {off:.2g}, {worst:.2g}")
 
 
-def recorded(made: list[nn.Module], x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-    """Return a graph of all layers as they are written, not compiled, and what the last gets and computes."""
-    chain(made, x)
+def recorded(
+    made: list[nn.Module], x: Tensor, compute: Callable[[nn.Module, Tensor], Tensor] | None
+) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """Return a graph of all layers, not compiled, and what the last gets and computes."""
+    chain(made, x, compute)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs, y = chain(made, x)
+        inputs, y = chain(made, x, compute)
     return graph, inputs[-1], y
 
 
@@ -231,7 +249,7 @@ def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> list[str]:
 FIRST_TILES = {
     tokens: [Tile(*sizes) for sizes in tiles]
     for tokens, tiles in {
-        1: [(32, 8, 3, 9), (32, 8, 3, 6), (32, 8, 4, 5), (32, 8, 5, 3), (32, 8, 6, 2), (64, 8, 2, 6), (64, 8, 3, 3)],
+        1: [(32, 8, 3, 6), (32, 8, 3, 4), (32, 8, 3, 3), (32, 8, 3, 2), (32, 8, 4, 5), (32, 8, 5, 3), (64, 8, 2, 6)],
         8: [(32, 8, 5, 2), (32, 8, 5, 3), (32, 8, 4, 4), (32, 8, 3, 6), (64, 8, 3, 2), (64, 8, 3, 3), (64, 8, 2, 5)],
         64: [(32, 16, 5, 2), (32, 16, 5, 3), (32, 16, 4, 4), (32, 8, 5, 3), (64, 16, 3, 2), (64, 16, 3, 3),
              (64, 16, 2, 4), (64, 8, 3, 3), (64, 8, 4, 2)],
@@ -239,12 +257,13 @@ FIRST_TILES = {
 }  # fmt: skip
 """By tokens, tiles that are tried for the first product."""
 SECOND_TILES = FIRST_TILES | {
-    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (2, 4), (2, 7), (6, 2))] + [Tile(64, 8, 2, 4)]
+    1: [Tile(32, 8, *rest) for rest in ((4, 4), (4, 3), (3, 6), (2, 7))] + [Tile(64, 8, 2, 4)]
 }
 """The same for the second; all are tried with the default of the other."""
 
 
 SEPARATE = "sums by a launch of their own"
+APART = "a router of its own"
 
 
 @contextmanager
@@ -270,7 +289,7 @@ def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
     found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
     found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
     if few == 1:
-        found[SEPARATE] = (None, None)
+        found |= dict.fromkeys((APART, SEPARATE), (None, None))
     return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
 
 
@@ -303,6 +322,8 @@ def compile_variants(block: nn.Module, tokens: int) -> None:
                 "" if is_second else gate,
                 one,
                 top_k if is_second and one else 0,
+                matrices.shape[0] if one and not is_second else 0,
+                one and is_second,
             )
             settings.add(tuple(cuda.macros(use).items()))
     arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
@@ -318,7 +339,7 @@ def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
     for name, tiles in variants_of(tokens).items():
         with tiled(*tiles, combines=name != SEPARATE):
             try:
-                graph, last, y = recorded(made, x)
+                graph, last, y = recorded(made, x, None if name in (APART, SEPARATE) else routed)
             except (BackendError, RuntimeError) as error:
                 print(f"  {name}: {str(error)[:80]}", flush=True)
                 continue

@@ -3,11 +3,11 @@
     python benchmarks/hybrid_gpu.py [--model "qwen3-next, 8 layers"] [--states int8] [--scheme nvfp4]
         [--requests 1,8,64] [--context 2K] [--prompts 16K] [--kernels] [--tiny]
 
-Qwen3-Next-80B-A3B cut to 8 layers, random weights. **Measured**: the time of a decode step (schedule, model, sampling,
-answers handed out), of requests whose prompts were computed before, and the rate of prompts. **Bytes** at copy
-bandwidth: weights without the input embeddings, of experts those that so many tokens choose on average; of each request
-its matrices and the inputs of half a block, read once, and matrices written once in 16 steps; keys and values of its
-context. Gate: engine_gpu.py's.
+Qwen3-Next-80B-A3B cut to 8 layers, or "qwen3.5-27b, 16 layers" (dense) or "qwen3.5-35b-a3b, 8 layers"; random weights.
+**Measured**: the time of a decode step (schedule, model, sampling, answers handed out), of requests whose prompts were
+computed before, and the rate of prompts. **Bytes** at copy bandwidth: weights without the input embeddings, of experts
+those that so many tokens choose on average; of each request its matrices and the inputs of half a block, read once, and
+matrices written once in 16 steps; keys and values of its context. Gate: engine_gpu.py's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import engine_load as load
 import paged
 import step_kernels
 import torch
-from random_models import Served, served
+from random_models import SHAPES, Served, served
 from report import markdown
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,6 +39,12 @@ PROFILED, ROWS = 8, 40
 """Decode steps that are profiled, and kernels that are shown."""
 FLOOR = 1.5
 """Most times the time of the bytes."""
+TINY = {
+    "qwen3_next": "tiny hybrid",
+    "qwen3_5_text": "tiny qwen3.5",
+    "qwen3_5_moe_text": "tiny qwen3.5 of experts",
+}
+"""By family: a model for --tiny."""
 
 
 def decode_ms(llm: LLM, requests: int, context: int, profiler: profile | None = None) -> float:
@@ -145,7 +151,8 @@ def measure(made: Served, options: argparse.Namespace, copy: float, states: str)
 def main() -> None:
     options = arguments().parse_args()
     if options.tiny:
-        options.model, options.context, options.prompts, options.requests = "tiny hybrid", "64", "128", "1,3"
+        options.context, options.prompts, options.requests = "64", "128", "1,3"
+        options.model = TINY[SHAPES[options.model][0]]
     copy, rows = gpu.copy_tbps(), list[Sequence[object]]()
     say(f"{gpu.machine()}, copy bandwidth {copy:.2f} TB/s")
     for states in options.states.split(","):
@@ -168,7 +175,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="qwen3-next, 8 layers")
+    models = [name for name, (family, _) in SHAPES.items() if family in TINY]
+    parser.add_argument("--model", default=models[0], choices=models)
     parser.add_argument("--states", default="int8")
     parser.add_argument("--scheme", default="nvfp4")
     parser.add_argument("--requests", default="1,8,64")

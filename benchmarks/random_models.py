@@ -73,11 +73,24 @@ _QWEN3_NEXT: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
-_TINY_NEXT: dict[str, Any] = {
+_QWEN3_5: dict[str, Any] = {
+    "vocab_size": 248320, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+"""What text towers of Qwen3.5 have in common: github.com/THUDM/slime, scripts/models/qwen3.5-27B.sh and -35B-A3B.sh; of
+the former the heads of values are in docs.modular.com, max.pipelines.architectures.qwen3_5."""
+_TINY_DELTA: dict[str, Any] = {
     **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "initializer_range": 0.1,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "initializer_range": 0.1,
+}  # fmt: skip
+_TINY_NEXT: dict[str, Any] = {
+    **_TINY_DELTA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 _ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,7 +131,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "qwen3-next, 8 layers": ("qwen3_next", _QWEN3_NEXT),
     "qwen3-next, 8 layers that attend": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 8}),
+    "qwen3.5-27b, 16 layers": ("qwen3_5_text", {
+        **_QWEN3_5, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 16, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "linear_num_value_heads": 48,
+    }),
+    "qwen3.5-35b-a3b, 8 layers": ("qwen3_5_moe_text", {
+        **_QWEN3_5, "hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
+        "num_experts_per_tok": 8, "linear_num_value_heads": 32,
+    }),
     "tiny hybrid": ("qwen3_next", _TINY_NEXT),
+    "tiny qwen3.5": ("qwen3_5_text", _TINY_DELTA),
+    "tiny qwen3.5 of experts": ("qwen3_5_moe_text", _TINY_NEXT),
     "tiny hybrid that attends": ("qwen3_next", {**_TINY_NEXT, "layer_types": ["full_attention"] * 4}),
     "tiny sparse": ("deepseek_v32", {
         "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

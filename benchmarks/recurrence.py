@@ -29,7 +29,15 @@ from torch.nn.functional import normalize, softplus
 import gpu
 from nibble.kernels import cdiv
 from nibble.kernels import recurrence as op
-from nibble.kernels.recurrence import LayerState, StateBatch, StateMetadata, naive
+from nibble.kernels.recurrence import (
+    Convolution,
+    LayerState,
+    Projection,
+    Runs,
+    StateBatch,
+    StateMetadata,
+    naive,
+)
 from nibble.kernels.state_formats import BLOCK, FORMATS
 from nibble.model_spec import RecurrentGroup
 
@@ -171,6 +179,60 @@ def decodes(shapes: Shapes, format: str, requests: int, sweep: bool) -> Iterator
             yield Cell(f"decode, {tile.rows} rows, {tile.warps} warps", format, requests, us, size)
 
 
+def joined_decodes(shapes: Shapes, format: str, requests: int, sweep: bool) -> Iterator[Cell]:
+    """Decode steps in the middle of a block with what is before them: in launches of their own, and in one."""
+    from nibble.kernels.recurrence import decode
+
+    matrix = sum(x.numel() * x.itemsize for x in shapes.state(1, format).planes)
+    layers = layers_for(requests * matrix)
+    states = [shapes.state(requests, format) for _ in range(layers)]
+    fill(states)
+    projection, conv = products(shapes, requests)
+    batch = metadata(range(requests), 32 + BLOCK // 2, 1)
+    x_TC, *gates = naive.project(projection, conv, states[0])
+    own = dataclasses.replace(conv, x_TC=x_TC)
+
+    def apart(state: LayerState) -> Tensor:
+        y_TC = op.causal_conv(x_TC, own.weight_CW, None, "silu", state, batch)
+        return op.recurrence(*own.split(y_TC, state), *gates, state, batch, delta=True, unit=True)
+
+    def joined(state: LayerState, **tile: Any) -> Tensor:
+        return decode.conv_recurrence(own, *gates, state, batch, delta=True, unit=True, **tile)
+
+    def projected(state: LayerState, **tile: Any) -> Tensor:
+        return decode.projected_recurrence(projection, conv, state, batch, delta=True, unit=True, **tile)
+
+    ways: dict[str, Callable[[LayerState], Tensor]] = {"convolution and rule apart": apart}
+    ways |= {"joined": joined, "of products": projected}
+    for tile in (decode.Tile(*numbers) for numbers in (TILES if sweep else ())):
+        ways[f"of products, {tile.rows} rows, {tile.warps} warps"] = partial(projected, tile=tile)
+    for what, serve in ways.items() if torch.cuda.is_available() else ():
+        off = error(serve(states[0]), apart(states[0]))
+        if not off <= LIMIT:
+            raise SystemExit(f"{what}, {format}: off by {off:.1e}")
+        step = lambda serve=serve: [serve(state) for state in states]  # noqa: E731
+        us = gpu.time_calls(step, layers).ms * 1e3
+        yield Cell(f"decode, {what}", format, requests, us, requests * matrix)
+
+
+def products(shapes: Shapes, requests: int) -> tuple[Projection, Convolution]:
+    """Return what a layer begins with in the order of Qwen3-Next, and its convolution."""
+    keys, per_key = shapes.key_heads * shapes.columns, shapes.heads // shapes.key_heads
+    wide = 2 * (shapes.columns + per_key * shapes.rows)
+    at = shapes.key_heads * wide
+    runs = (
+        Runs(0, shapes.columns, wide), Runs(shapes.columns, shapes.columns, wide),
+        Runs(2 * shapes.columns, per_key * shapes.rows, wide), Runs(at + per_key, per_key, 2 * per_key),
+        Runs(at, per_key, 2 * per_key),
+    )  # fmt: skip
+    values = partial(torch.randn, device=gpu.device())
+    y_TW = values(requests, at + 2 * shapes.heads).bfloat16()
+    paces_H, offsets_H = ((values(shapes.heads) - 2).bfloat16() for _ in range(2))
+    weight_CW = values(shapes.channels, TAPS).bfloat16()
+    conv = Convolution(y_TW, weight_CW, None, "silu", 0, keys, 2 * keys)
+    return Projection(y_TW, y_TW, y_TW, runs, paces_H, offsets_H), conv
+
+
 def convolutions(shapes: Shapes, requests: int, length: int) -> Cell:
     """Of a decode step, or of prompts."""
     tokens = requests * length
@@ -243,6 +305,7 @@ def main() -> None:
     for count in requests:
         for format in formats:
             cells += decodes(shapes, format, count, options.sweep)
+            cells += joined_decodes(shapes, format, count, options.sweep)
         cells.append(convolutions(shapes, count, 1))
         if not missing:
             cells.append(peer_decodes(shapes, count))

@@ -4,10 +4,11 @@
     python benchmarks/start.py --checkpoint FOLDER [--write] ...
 
 **Measured**: the seconds from the beginning of a process until it is ready, without those of weights; those of each
-part of a start, of what is between the parts, and of imports, package by package; and where the compiler's go
-(`tracing`, `aot`, `inductor`: each includes the next). Weights are random, and made on the GPU (--weights: packed, a
-name of packed_weights.KINDS), or read from a checkpoint, which --write makes of such weights, with shards of 5 GB, in
-BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a checkpoint asks for activations in FP8 too).
+part of a start, of what is between the parts, and of imports, package by package (`bytecode`: where Python's lies,
+nibble/bytecode.py); and where the compiler's go (`tracing`, `aot`, `inductor`: each includes the next). Weights are
+random, and made on the GPU (--weights: packed, a name of packed_weights.KINDS), or read from a checkpoint, which
+--write makes of such weights, with shards of 5 GB, in BF16 or in FP8 by blocks (`--weights fp8` or `fp8a8`, where a
+checkpoint asks for activations in FP8 too).
 
 **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches answered, and kernels that
 Triton and NVRTC compiled, beside those found on disk: `ahead`, in threads while something else was done
@@ -61,7 +62,15 @@ SHOWN = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "aut
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Start an engine in this process."""
+    """Start an engine in this process, as the command line does."""
+    from nibble.bytecode import keep_bytecode
+
+    with keep_bytecode():
+        return measure(options)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine, and say what that took."""
     began = float(os.environ[BEGIN])
     if os.environ.get("NIBBLE_LOG"):
         logging.basicConfig()
@@ -94,6 +103,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     bypasses = sorted(name for name in found if "bypass" in name or "error" in name)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "bytecode": sys.pycache_prefix or "beside the source",
         "imports": imported,
         "imports of": imports,
         "between parts": ready - imported - sum(startup.seconds.values()),
@@ -261,6 +271,7 @@ def table_of(number: int, result: dict[str, Any]) -> str:
         longest = ", ".join(f"{name} {s:.1f}" for name, s in sorted(kernels, key=lambda entry: -entry[1])[:4])
         lines.append(f"  {part:15} {seconds:6.1f} s{what}{': ' + longest if longest else ''}")
     lines.append(f"  between parts   {result['between parts']:6.1f} s")
+    lines.append(f"  bytecode {result['bytecode']}")
     lines.append(f"  imports of { ({name: round(s, 1) for name, s in result['imports of'].items()}) }")
     rest = sum(len(kernels) for kernels in waits.values())
     lines.append(f"  compiled elsewhere: {rest}; triton {result['triton']}; nvrtc {result['nvrtc']}")

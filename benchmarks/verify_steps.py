@@ -1,7 +1,7 @@
 """What a step that verifies drafts takes beside one that decodes, and what a forced share of accepted drafts brings.
 
     python benchmarks/verify_steps.py [--model llama-3.1-8b] [--scheme nvfp4] [--requests 1,8,32,128] [--context 8K]
-        [--drafts 3] [--accept 0.7] [--head]
+        [--drafts 3] [--accept 0.7] [--head] [--kernels]
 
 Random weights, and a drafter that costs nothing, or with --head an EAGLE-3 head of the model's shape that really runs,
 over a cache in the same scheme. Whether a draft is accepted is decided by a coin, and everything else is the engine's
@@ -9,7 +9,8 @@ own. So that a head of random weights drafts at all, it takes each of its drafts
 
 `decode`: recorded steps of one token, launched before the last is read. `verify`: steps of 1 + DRAFTS tokens in every
 step. `device`: their graphs alone, replayed one after the other; what is missing to the whole step is the host's, and
-the head's. `auto`: the number of drafts is left to Nibble. The gate is engine_gpu.py's, and logits of recorded steps
+the head's. `host + launch`: from the tokens of a step on the host to the launch of the next, and the
+launch. `auto`: the number of drafts is left to Nibble. The gate is engine_gpu.py's, and logits of recorded steps
 with drafts against the same steps as they are computed without a record. Times are medians of steps, host included. On
 a CPU nothing is recorded, and all else runs, which checks the benchmark:
 
@@ -25,12 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import engine_load as load
 import paged
+import step_kernels
 import torch
 from random_models import head_folder, served
 from report import markdown
@@ -40,14 +41,15 @@ from nibble import LLM, SamplingParams
 from nibble.engine import drafters, engine
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
-from nibble.engine.request import Batch, Delta, Logprob
+from nibble.engine.request import Batch, Delta
+from nibble.engine.sampler import SampledTokens
 from nibble.engine.speculative import Speculation
 
 EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
 SAME = 0.03
 """Most by which logits of a step differ with and without a record, norm over norm."""
-STEPS, LONG, WARMUP, REPLAYS = 32, 160, 8, 20
+STEPS, LONG, WARMUP, REPLAYS, ROWS = 32, 160, 8, 20, 24
 STEP_FLOORS = {1: 1.10, 8: 1.15, 32: 1.25}
 """Most times a decode step that a step with three drafts may take."""
 FORCED_FLOORS, NEVER_FLOORS = {1: 1.8, 8: 1.6}, {1: 0.97, 8: 0.97, 32: 0.97, 128: 0.98}
@@ -61,21 +63,16 @@ class Free:
         return [[1] * task.limit for task in tasks]
 
 
-@cache
-def unscored(token: int) -> Logprob:
-    return Logprob(token, 0.0)
-
-
 @contextmanager
 def accepting(share: float) -> Iterator[None]:
     """Accept each draft with this probability, whatever was drawn."""
     dice = random.Random(1)
 
-    def run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+    def run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
         count = 0
         while count < len(drafts) and dice.random() < share:
             count += 1
-        return [*map(unscored, drafts[:count]), sampled[count]]
+        return [*drafts[:count], sampled[count]]
 
     with mock.patch.object(engine, "accepted_run", run):
         yield
@@ -117,6 +114,8 @@ class Run:
     tokens_s: float
     sizes: list[Any]
     """Of recorded steps that were replayed, in order."""
+    host: str
+    """What lies between two steps with drafts: from tokens on the host to the launch, and the launch itself."""
 
     @property
     def verified(self) -> int:
@@ -131,13 +130,24 @@ def run(
     made.speculation, graphs = drafts, made.runner.graphs
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
     tickets = [made.submit(prompt, params, pieces.append) for prompt in prompts]
-    ends, counts = [], []
+    ends, counts, known, between, launches = [], [], [0.0], list[float](), list[float]()
+    read = SampledTokens.read_ids
+
+    def note_read(self: SampledTokens) -> list[int]:
+        tokens = read(self)
+        known[0] = time.perf_counter()
+        return tokens
 
     def note(size: Any) -> None:
         sizes.append(size)
+        begun = time.perf_counter()
         replay(size)
+        if isinstance(size, tuple):
+            between.append(begun - known[0])
+            launches.append(time.perf_counter() - begun)
 
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(SampledTokens, "read_ids", note_read))
         if graphs:
             replay = graphs.replay
             patches.enter_context(mock.patch.object(graphs, "replay", note))
@@ -152,7 +162,8 @@ def run(
     made.step()  # reads what is in flight
     spans = [b - a for a, b in zip(ends[WARMUP:], ends[WARMUP + 1 :], strict=False)]
     tokens = counts[-1] - counts[WARMUP]
-    return Run(statistics.median(spans) * 1e3, tokens / (ends[-1] - ends[WARMUP]), sizes)
+    host = " + ".join(f"{statistics.median(part) * 1e3:.3f}" for part in (between, launches) if part)
+    return Run(statistics.median(spans) * 1e3, tokens / (ends[-1] - ends[WARMUP]), sizes, host)
 
 
 def device_ms(llm: LLM, size: Any) -> float:
@@ -171,6 +182,23 @@ def replays_ms(graphs: Any, sizes: Sequence[Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / REPLAYS
+
+
+def compare_kernels(llm: LLM, decode: Any, verify: Any) -> None:
+    """Print the kernels of both recorded steps, those of the step with drafts by their time."""
+    replay = llm.engine.runner.graphs.replay
+    plain, drafts = (step_kernels.kernel_times(lambda: replay(size)) for size in (decode, verify))  # noqa: B023
+    rows = [
+        (name[: step_kernels.NAME], *of_kernel(plain, name), *of_kernel(drafts, name))
+        for name in sorted({*plain, *drafts}, key=lambda name: -drafts.get(name, (0, 0.0))[1])
+    ]
+    print(markdown(("kernel", f"in {decode}", "us", f"in {verify}", "us"), rows[:ROWS]), flush=True)
+
+
+def of_kernel(times: dict[str, tuple[int, float]], name: str) -> tuple[int, str]:
+    """How often it ran, and its microseconds."""
+    count, spent = times.get(name, (0, 0.0))
+    return count, f"{spent:.0f}"
 
 
 def check(llm: LLM, context: int, drafter: Any) -> float:
@@ -234,8 +262,10 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
         with accepting(0.0), sure(options.accept):
             never = once(options.long)
         size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), "")
+        if options.kernels and size:
+            compare_kernels(llm, plain.sizes[-1], size)
         of_decode = f" ({device_ms(llm, plain.sizes[-1]):.3f})" if plain.sizes else ""
-        of_verify = f" ({device_ms(llm, size):.3f}) {size}" if size else ""
+        of_verify = f" ({device_ms(llm, size):.3f}; {forced.host}) {size}" if size else ""
         fits = 256 // requests > drafts and not options.head
         rows.append(
             (requests, f"{plain.ms:.3f}{of_decode}", f"{forced.ms:.3f}{of_verify}{parts}",
@@ -247,7 +277,7 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
         )  # fmt: skip
         print(*rows[-1], flush=True)
     head = (
-        "requests", "decode, ms (device)", f"{drafts} drafts, ms (device), size", "a step",
+        "requests", "decode, ms (device)", f"{drafts} drafts, ms (device; host + launch), size", "a step",
         f"tokens/s at {options.accept:g}", f"auto at {options.accept:g}", "auto at 0, steps with drafts",
     )  # fmt: skip
     return markdown(head, rows)
@@ -296,6 +326,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--accept", type=float, default=0.7)
     parser.add_argument("--head", action="store_true", help="an EAGLE-3 head of random weights drafts")
+    parser.add_argument("--kernels", action="store_true", help="show the kernels of both recorded steps")
     parser.add_argument("--answer", type=int, default=512, help="tokens of an answer, which no run gets to")
     parser.add_argument("--steps", type=int, default=STEPS, help="with drafts")
     parser.add_argument(

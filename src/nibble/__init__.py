@@ -78,9 +78,13 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
         import importlib
         import sys
 
-        from nibble.garbage import pause_gc
-
         home = _HOME.get(name, "nibble.errors")
-        # What is loaded already makes nothing. It is imported all the same: another thread may be at it.
-        with contextlib.nullcontext() if home in sys.modules else pause_gc():
+        with contextlib.ExitStack() as quickly:
+            # What is loaded already makes nothing. It is imported all the same: another thread may be at it.
+            if home not in sys.modules:
+                from nibble.bytecode import keep_bytecode
+                from nibble.garbage import pause_gc
+
+                quickly.enter_context(keep_bytecode())
+                quickly.enter_context(pause_gc())
             return getattr(importlib.import_module(home), name)

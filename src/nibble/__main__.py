@@ -1,5 +1,16 @@
-"""`python -m nibble`: the command line where no `nibble` script is installed."""
+"""The process of `nibble`, and of `python -m nibble`."""
 
-from nibble.cli.main import run
+from nibble.bytecode import keep_bytecode
 
-run()
+
+def main() -> None:
+    """Run the command line."""
+    with keep_bytecode():
+        # Its modules are many, too.
+        from nibble.cli.main import run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

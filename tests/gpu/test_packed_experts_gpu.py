@@ -1,4 +1,4 @@
-"""Experts that are packed on a GPU: both products of a layer against the definition, replayed from a CUDA graph.
+"""Experts on a GPU: both products of a layer, and layers with their router, against the definition, from CUDA graphs.
 
 Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nibble.kernels import experts as op
-from nibble.kernels.experts import naive
+from nibble.kernels import router
+from nibble.kernels.experts import cuda, naive
+from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
 from nibble.kernels.weight_formats import WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -54,3 +57,79 @@ def test_both_products_in_a_graph(name: str, tokens: int) -> None:
         back = naive.product(found[0], chosen, down, None)
         for y, right in zip(found, (expected, back), strict=True):
             assert (y.float() - right.float()).norm() <= TOLERANCE * right.float().norm()
+
+
+MODELS = {
+    "qwen3-30b-a3b": (2048, 768, 8, 128, Gate(SILU)),
+    "gpt-oss-20b": (2880, 2880, 4, 32, Gate(CLAMPED, 2.0, 1.7)),
+    "small": (640, 768, 3, 24, Gate(SILU)),
+}
+TURNS = 300
+
+
+def matrices(name: str, shape: tuple[int, int, int]) -> Any:
+    if name == "bf16":
+        return (torch.randn(shape, device="cuda") * shape[2] ** -0.5).bfloat16()
+    return random_experts(FORMATS[name], shape, torch.bfloat16, "cuda", shape[2] ** -0.5)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90"
+)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("qwen3-30b-a3b", "fp8"),
+        ("qwen3-30b-a3b", "bf16"),
+        ("gpt-oss-20b", "mxfp4"),
+        *(("small", name) for name in ("bf16", "fp8row", "nvfp4", "mxfp8")),
+    ],
+)
+def test_a_token_and_its_router_in_a_graph(model: str, name: str, has_shared: bool) -> None:
+    """Three layers, one behind the other, so that kernels of one start while another ends; again and again."""
+    torch.manual_seed(0)
+    hidden, inner, top_k, count, gate = MODELS[model]
+    top_k -= has_shared
+    made: list[Any] = []
+    for _ in range(3):
+        up, down = (matrices(name, shape) for shape in ((count, 2 * inner, hidden), (count, hidden, inner)))
+        biases = [torch.randn(count, n, device="cuda").bfloat16() for n in (2 * inner, hidden)]
+        weight = (torch.randn(count, hidden, device="cuda") * hidden**-0.5).bfloat16()
+        own_bias = torch.randn(count, device="cuda").bfloat16()
+        made.append(((weight, own_bias), (up, biases[0]), (down, biases[1])))
+    first, second = (cuda.matrices_of(matrix, 1) for matrix in (up, down))
+    x = torch.randn(1, hidden, device="cuda").bfloat16()
+    assert first and second and cuda.routes(x, weight, (1, top_k + has_shared), first, second)
+    choice: dict[str, Any] = {"top_k": top_k, "is_normalized": gate.kind == CLAMPED, "has_shared": has_shared}
+
+    def step() -> list[torch.Tensor]:
+        values = [x]
+        for parts in made:
+            values.append(op.routed_layer(values[-1], *parts, gate, **choice))
+        return values
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = step()
+    for turn in range(TURNS):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        if turn % 50:
+            continue
+        for before, found, (own, *pairs) in zip(values, values[1:], made, strict=True):
+            _, weights, chosen = router.route(before, *own, **choice)
+            y = op.layer(before, chosen, weights, *pairs, gate)
+            # Logits of another order of sums may round to another tie, which random ones rarely have.
+            assert (found.float() - y.float()).norm() <= 3 * TOLERANCE * y.float().norm(), turn
+            inside = gated(naive.product(before, chosen, *pairs[0]).float(), gate).bfloat16()
+            rows = naive.product(inside, chosen, *pairs[1]).float()
+            expected = naive.combined(rows, None, chosen, weights, count)
+            assert (found.float() - expected).norm() <= 3 * TOLERANCE * expected.norm(), turn
+    # The same bits, however kernels met: a value that was read too early would differ.
+    kept = [value.clone() for value in values]
+    for _ in range(TURNS):
+        graph.replay()
+        assert all(map(torch.equal, values, kept))

@@ -217,6 +217,47 @@ def test_decode_steps_convolve_in_one_launch(name: str, format: str, share: int)
     assert worst < 2 * LIMITS[dtype] * COARSE.get(format, 1)
 
 
+@pytest.mark.parametrize(("format", "share"), [("fp32", 1), ("int8", 1), ("int8", 2)])
+def test_decode_steps_read_products_in_one_launch(format: str, share: int) -> None:
+    """Against the definition, in the order of Qwen3-Next's products; then a prompt, for which a kernel reorders them."""
+    layer, dtype = LAYERS["Qwen3-Next"], torch.bfloat16
+    key_heads, (heads, dim) = layer.key_heads // share, (layer.heads, layer.rows)
+    queries, values, each = key_heads * layer.columns, heads * dim, heads // key_heads
+    channels, wide = 2 * queries + values, 2 * (layer.columns + each * dim)
+    weight, bias = (x.to(dtype) for x in taps(channels))
+    group = RecurrentGroup(
+        "projected", layer.rule, (0,), heads, dim, layer.columns, layer.key_heads, False, channels, 4
+    )
+    states = [op.layer_state(group, SLOTS, format, dtype, 0, DEVICE) for _ in range(2)]
+    at = key_heads * wide
+    runs = (
+        op.Runs(0, layer.columns, wide), op.Runs(layer.columns, layer.columns, wide),
+        op.Runs(2 * layer.columns, each * dim, wide), op.Runs(at + each, each, 2 * each), op.Runs(at, each, 2 * each),
+    )  # fmt: skip
+    paces, offsets = (torch.linspace(first, 1, heads, device=DEVICE).to(dtype) for first in (-3, -1))
+    starts, worst = [0, 7, 15], 0.0
+    for state in states:  # what came before, of the same bytes
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        state.inputs_SPC.copy_(torch.randn(state.inputs_SPC.shape, device=DEVICE, generator=generator))
+        state.keys_SPGK.zero_(), state.updates_SPHV.zero_(), state.decays.zero_()
+    for step, lengths in enumerate([*[(1, 1, 1)] * 34, (20, 1, 100)]):
+        generator = torch.Generator(DEVICE).manual_seed(step)
+        count = sum(lengths)
+        y_TW = torch.randn(count + 2, at + 2 * heads, device=DEVICE, generator=generator).to(dtype)
+        projection = op.Projection(y_TW, y_TW, y_TW, runs, paces, offsets)
+        conv = op.Convolution(y_TW, weight, bias, "silu", 0, queries, 2 * queries, share)
+        batch = batch_of((3, 0, 7), starts, lengths)
+        run = functools.partial(op.projected_recurrence, projection, conv, delta=True, unit=True)
+        actual = run(states[0], metadata(batch, padding=2 * (max(lengths) == 1)))
+        expected = run(states[1], batch)
+        assert not actual[count:].any()
+        worst = max(worst, error(actual[:count], expected[:count]))
+        assert torch.equal(states[0].inputs_SPC, states[1].inputs_SPC)
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    print(f"projected, {format}: error {worst:.1e}")
+    assert worst < 2 * LIMITS[dtype] * COARSE.get(format, 1)
+
+
 @pytest.mark.parametrize("name", ["Qwen3-Next", "KDA", "Mamba 2", "convolution"])
 def test_decodes_beside_a_prompt_are_computed_apart(name: str) -> None:
     layer, dtype, format = LAYERS[name], torch.bfloat16, "int8"

@@ -90,7 +90,8 @@ def _of_served(name: str, wrong: Callable[..., Tensor]) -> Callable[..., Tensor]
     return lambda *args, **options: (wrong if is_served(args[-2]) else function)(*args, **options)
 
 
-RULES = ("causal_conv", "recurrence", "selective", "conv_recurrence")
+JOINED = ("conv_recurrence", "projected_recurrence")
+RULES = ("causal_conv", "recurrence", "selective", *JOINED)
 FAULTS = {
     "forgets": lambda name: _with_batch(name, _forgets_the_state),
     "swaps": lambda name: _with_batch(name, _swaps_slots),
@@ -102,8 +103,8 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     ("fault", "name"),
-    # The operator that is joined is tested in a decode step, and that fault is one of longer ones.
-    [(fault, name) for fault in FAULTS for name in RULES if (fault, name) != ("swaps", "conv_recurrence")],
+    # Operators that are joined are tested in a decode step, and that fault is one of longer ones.
+    [(fault, name) for fault in FAULTS for name in RULES if fault != "swaps" or name not in JOINED],
 )
 def test_a_wrong_kernel_stops_the_start(fault: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {one: getattr(kernels, one) for one in RULES}

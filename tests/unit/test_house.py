@@ -27,6 +27,7 @@ BASE = {
     "options",
     "files",
     "garbage",
+    "bytecode",
     "threads",
     "processes",
     "errors",

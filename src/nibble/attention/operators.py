@@ -1,11 +1,11 @@
 """The operators that a compiler of models calls for attention and for recurrent states, and does not look into.
 
 `nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py; `nibble::causal_conv`,
-`nibble::recurrence`, `nibble::conv_recurrence` (which a graph pass puts in the place of these two) and
-`nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass
-through the compiled model: the operator is given a number, and finds there the StepContext that the model's owner has
-set. So there is no current step of the process: any number of engines may run side by side. The number is an input of
-the compiled model and no constant, so all engines of a model have the same code, in this process and in the next.
+`nibble::recurrence`, `nibble::conv_recurrence` and `nibble::projected_recurrence` (which graph passes put in the place
+of these two) and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass through
+the compiled model: the operator is given a number, and finds there the StepContext that the model's owner has set. So
+there is no current step of the process: any number of engines may run side by side. The number is an input of the
+compiled model and no constant, so all engines of a model have the same code, in this process and in the next.
 
 Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent states are in recurrent.py.
 """
@@ -13,6 +13,7 @@ Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from nibble.attention import recurrent
 from nibble.attention.layer import StepContext, attention, select_topk
-from nibble.kernels.recurrence import Convolution
+from nibble.kernels.recurrence import Convolution, Projection, Runs
 from nibble.kernels.types import AttentionParams
 
 SEPARATOR = ","
@@ -204,6 +205,25 @@ def _conv_recurrence_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape[0], heads, rows)
 
 
+def _projected_recurrence(
+    x: Tensor, a: Tensor, b: Tensor, paces: Tensor, offsets: Tensor, runs: list[int], weight: Tensor,
+    bias: Tensor | None, activation: str | None, places: list[int], step: Tensor, layer: int, delta: bool, unit: bool,
+    heads: int, rows: int,
+) -> Tensor:  # fmt: skip
+    x_TW, a_TW, b_TW = (y.flatten(0, -2) for y in (x, a, b))
+    places_of_parts = tuple(Runs(*runs[i : i + 3]) for i in range(0, len(runs), 3))
+    projection = Projection(x_TW, a_TW, b_TW, places_of_parts, paces, offsets)
+    conv = Convolution(x_TW, weight, bias, activation, *places)
+    states = _context(step).recurrent
+    out = recurrent.projected_recurrence(states, layer, projection, conv, delta=delta, unit=unit)
+    return out.contiguous()
+
+
+def _projected_recurrence_fake(x: Tensor, *arguments: Any) -> Tensor:
+    heads, rows = arguments[-2:]
+    return x.new_empty(math.prod(x.shape[:-1]), heads, rows)
+
+
 def _selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, step: Tensor, layer: int) -> Tensor:
     return recurrent.selective(_context(step).recurrent, layer, x, dt, A, B, C).contiguous()
 
@@ -233,6 +253,13 @@ _library.define(
 )
 _library.impl("conv_recurrence", _conv_recurrence, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::conv_recurrence", _conv_recurrence_fake, lib=_library)
+_library.define(
+    "projected_recurrence(Tensor x, Tensor a, Tensor b, Tensor paces, Tensor offsets, int[] runs, Tensor weight, "
+    "Tensor? bias, str? activation, int[] places, Tensor step, int layer, bool delta, bool unit, int heads, int rows) "
+    "-> Tensor"
+)
+_library.impl("projected_recurrence", _projected_recurrence, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::projected_recurrence", _projected_recurrence_fake, lib=_library)
 _library.define(
     "selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor"
 )

@@ -16,7 +16,7 @@ from functools import cached_property
 from torch import Tensor
 
 from nibble.kernels import recurrence as kernels
-from nibble.kernels.recurrence import Convolution, LayerState, StateBatch
+from nibble.kernels.recurrence import Convolution, LayerState, Projection, StateBatch
 from nibble.kernels.recurrence.types import StateMetadata
 
 
@@ -112,6 +112,29 @@ def conv_recurrence(
     """
     state, batch = _of_layer(states, layer)
     return kernels.conv_recurrence(conv, log_decay, beta, state, batch, delta=delta, unit=unit)
+
+
+def projected_recurrence(
+    states: RecurrentStates | None,
+    layer: int,
+    projection: Projection,
+    conv: Convolution,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Compute gates, convolve, and bring matrices forward by what comes of it, and query them -> [T, H, V].
+
+    Args:
+        states: of the step.
+        layer: the layer's index.
+        projection: the products that the layer begins with, and where everything is in them.
+        conv: the convolution; its own inputs are not read.
+        delta: as in recurrence().
+        unit: see there.
+    """
+    state, batch = _of_layer(states, layer)
+    return kernels.projected_recurrence(projection, conv, state, batch, delta=delta, unit=unit)
 
 
 def selective(

@@ -61,6 +61,8 @@ class Lease:
     """Leading pages that are the same as when the page tables last looked; None: all. Those set it back to that."""
     num_reserved_tokens: int = 0
     """Tokens that have been computed once all chunks that were reserved are committed."""
+    num_ahead_tokens: int = 0
+    """Tokens that a later step may have, for which there are pages until these are short."""
     exact_pages: dict[int, int] = field(default_factory=dict)
     """With an exact window: the exact page of each page, by its place in `pages`, as far as this lease holds it."""
     resumed_at: int = 0

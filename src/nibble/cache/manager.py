@@ -22,7 +22,6 @@ from nibble.cache.residency import Residency, TierStats
 from nibble.cache.states import StateBooks, StateSlots, StateStats
 from nibble.drafts import MAX_DRAFTS
 from nibble.errors import OutOfPages
-from nibble.kernels import cdiv
 
 
 @dataclass(slots=True)
@@ -136,7 +135,7 @@ class CacheManager:
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
-        return cdiv(tokens, self.page_size)
+        return -(-tokens // self.page_size)
 
     def min_frames(self, leases: Iterable[tuple[int, bool]]) -> int:
         """Return the frames that leases need under pressure, room to grow included; 0 without a host tier.
@@ -293,6 +292,9 @@ class CacheManager:
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
         """
+        if self._window is None and self._states is None and upto <= len(lease.pages) * self.page_size:
+            lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
+            return
         needed, window = self.pages_for(upto) - len(lease.pages), self._window
         if window and window.is_ready(lease, upto):
             window = None
@@ -339,6 +341,14 @@ class CacheManager:
             return 0
         return self._states.draft_room(lease, start) if self._states else MAX_DRAFTS
 
+    def reserve_ahead(self, lease: Lease, upto: int) -> None:
+        """Allocate pages for `upto` tokens that a later step may have, where so many are free; see trim()."""
+        needed = self.pages_for(upto) - len(lease.pages)
+        if needed <= self._allocator.num_free and not self.residency:
+            lease.num_ahead_tokens = upto
+            if needed > 0:
+                self._reserve_pages(lease, needed)
+
     def take_back(self, lease: Lease) -> None:
         """Give back what is reserved behind the last stored token: of drafts that do not count.
 
@@ -346,8 +356,20 @@ class CacheManager:
             lease: an open lease, of which no step is in flight.
         """
         assert not lease.hot_frames, "a hot buffer is for one new token"
-        lease.num_reserved_tokens, count = lease.num_stored_tokens, self.pages_for(lease.num_stored_tokens)
-        if surplus := lease.pages[count:]:
+        lease.num_reserved_tokens = lease.num_stored_tokens
+        self._shrink(lease, max(lease.num_stored_tokens, lease.num_ahead_tokens))
+
+    def trim(self, lease: Lease) -> None:
+        """Give back what reserve_ahead() has allocated, and nobody has reserved since."""
+        if lease.num_ahead_tokens:
+            lease.num_ahead_tokens = 0
+            self._shrink(lease, lease.num_reserved_tokens)
+
+    def _shrink(self, lease: Lease, tokens: int) -> None:
+        """Give back pages behind so many tokens."""
+        count = self.pages_for(tokens)
+        if len(lease.pages) > count:
+            surplus = lease.pages[count:]
             del lease.pages[count:]
             if self.residency:
                 self.residency.release(surplus)

@@ -162,9 +162,17 @@ class RankManagers:
         """Return the most draft tokens that a step may have after the token at `start`."""
         return self._of(lease).draft_room(lease, start)
 
+    def reserve_ahead(self, lease: Lease, upto: int) -> None:
+        """Allocate pages for `upto` tokens that a later step may have, where so many are free."""
+        self._of(lease).reserve_ahead(lease, upto)
+
     def take_back(self, lease: Lease) -> None:
         """Give back what is reserved behind the last stored token."""
         self._of(lease).take_back(lease)
+
+    def trim(self, lease: Lease) -> None:
+        """Give back what reserve_ahead() has allocated, and nobody has reserved since."""
+        self._of(lease).trim(lease)
 
     def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them."""

@@ -19,6 +19,7 @@ from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.state_memory import SPARE_SLOTS
 from nibble.attention.window import ExactCache
+from nibble.bytecode import keep_bytecode
 from nibble.cache import scales as kv_scales
 from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
@@ -173,6 +174,7 @@ def _runnable(engine_plan: EnginePlan) -> EnginePlan:
     return engine_plan
 
 
+@keep_bytecode()
 def build(
     config: Config,
     calibrate: Sequence[str] | None = None,

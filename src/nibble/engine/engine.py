@@ -34,7 +34,14 @@ from nibble.engine.request import (
     ScheduledRequest,
     truncated,
 )
-from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
+from nibble.engine.sampler import (
+    INVALID_TOKEN,
+    RowLogprobs,
+    SampledTokens,
+    Sampler,
+    needs_output_tokens,
+    unscored,
+)
 from nibble.engine.scheduler import Scheduler, default_reusable
 from nibble.engine.speculative import Speculation, accepted_run
 from nibble.engine.structured_output import Grammars, Matcher
@@ -89,13 +96,39 @@ class InFlightStep:
     prompt_logprobs: RowLogprobs | None
     """Of all logprob_rows of the batch, in its order."""
 
-    def read(self) -> dict[Request, list[Logprob | None]]:
-        """Return the tokens that each request gained; None for one whose logits are not numbers."""
-        tokens = iter(self.sampled.read() if self.sampled else ())
-        return {
-            item.request: accepted_run(item.drafts, list(itertools.islice(tokens, 1 + len(item.drafts))))
-            for item in self.sampling
-        }
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether it verifies drafts."""
+        return any(item.drafts for item in self.sampling)
+
+    def read(self) -> dict[Request, list[int]]:
+        """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers."""
+        tokens, first, runs = self.sampled.read_ids() if self.sampled else [], 0, dict[Request, list[int]]()
+        for item in self.sampling:
+            end = first + 1 + len(item.drafts)
+            runs[item.request] = accepted_run(item.drafts, tokens[first:end])
+            first = end
+        return runs
+
+    def read_logprobs(self) -> dict[Request, list[Logprob | None]]:
+        """Return what was sampled with its log-probabilities, where any are asked for: of all rows of each request."""
+        if not self.sampled or not self.sampled.has_logprobs:
+            return {}
+        tokens = iter(self.sampled.read())
+        return {item.request: list(itertools.islice(tokens, 1 + len(item.drafts))) for item in self.sampling}
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """What a step brought, of which nobody was told yet."""
+
+    batch: Batch
+    runs: Mapping[Request, Sequence[int]]
+    """Tokens by request."""
+    logprobs: Mapping[Request, Sequence[Logprob | None]]
+    """Of these tokens and those behind them, where any were asked for."""
+    ended: frozenset[Request]
+    """Requests that ended with it."""
 
 
 @dataclass
@@ -158,12 +191,10 @@ class Engine:
     """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
+    _gains: deque[Gains] = field(default_factory=deque, init=False)
+    """What steps brought. To count and tell it takes time, in which the next step may be computed."""
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
-    """What requests gained, and whether they have ended with it."""
-    _uncounted: deque[tuple[Batch, Mapping[Request, Sequence[Logprob]]]] = field(
-        default_factory=deque, init=False
-    )
-    """What steps with drafts gained. To count it takes time, in which the next step may be computed."""
+    """Of a step that is being told: what requests gained, and whether they have ended with it."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -353,6 +384,7 @@ class Engine:
             self.speculation.policy.interrupted()
             return
         drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
+        self.speculation.settle()
         # As many as the recorded step has that serves them.
         drafts = self.speculation.rounded(drafts)
         self.speculation.policy.launched(count, drafts, perf_counter(), waited=waited)
@@ -432,44 +464,51 @@ class Engine:
             # The step stays in the queue while it is read: after an interrupt it is read again.
             step = self._in_flight[0]
             try:
-                tokens = step.read()
+                if self.overlap and step.has_drafts:
+                    # While the device computes: the next step can begin once drafts for it are known.
+                    self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
+                runs, logprobs = step.read(), step.read_logprobs()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
                 self._fail_batch(step.batch, self._explained(error))
             else:
                 self._in_flight.popleft()
-                self._commit(step.batch, tokens, _by_request(step.batch, prompt_logprobs))
+                self._commit(step.batch, runs, logprobs, _by_request(step.batch, prompt_logprobs))
                 if not later:
                     self._emit_pending()
 
     def _commit(
         self,
         batch: Batch,
-        sampled: Mapping[Request, Sequence[Logprob | None]],
+        runs: dict[Request, list[int]],
+        logprobs: Mapping[Request, Sequence[Logprob | None]],
         prompt_logprobs: Mapping[Request, Sequence[Logprob]],
     ) -> None:
         for request, entries in prompt_logprobs.items():
             if any(math.isnan(entry.logprob) for entry in entries):
                 self._abort(request, NOT_A_NUMBER)
-        runs = dict[Request, list[Logprob]]()
-        for request, tokens in sampled.items():
-            if None in tokens:
+        for request, run in runs.items():
+            if INVALID_TOKEN in run:
                 self._abort(request, NOT_A_NUMBER)
+                del run[run.index(INVALID_TOKEN) :]
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
-            runs[request] = [token for token in tokens if token is not None]
-        self._uncounted.append((batch, runs))
-        token_ids = {request.id: [token.token for token in run] for request, run in runs.items()}
         # After the ends above, because commit() passes over finished requests.
-        by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
-        ended = set(self.scheduler.commit(batch, token_ids, by_id))
-        self._pending += [(request, run, request in ended) for request, run in runs.items()]
+        by_id = {request.id: run for request, run in runs.items()}
+        prompts_by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
+        ended = self.scheduler.commit(batch, by_id, prompts_by_id)
+        self._gains.append(Gains(batch, runs, logprobs, frozenset(ended)))
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
-        while self._uncounted:
-            self._count_drafts(*self._uncounted.popleft())
+        while self._gains:
+            gains = self._gains.popleft()
+            self._count_drafts(gains.batch, gains.runs)
+            self._pending += [
+                (request, _scored(run, gains.logprobs.get(request)), request in gains.ended)
+                for request, run in gains.runs.items()
+            ]
         errors: list[Exception] = []
         while self._pending:
             request, run, has_ended = self._pending.popleft()
@@ -484,7 +523,7 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _count_drafts(self, batch: Batch, runs: Mapping[Request, Sequence[Logprob]]) -> None:
+    def _count_drafts(self, batch: Batch, runs: Mapping[Request, Sequence[int]]) -> None:
         """Note how many drafts were accepted."""
         for item in batch.scheduled:
             if item.drafts and (run := runs[item.request]):
@@ -525,6 +564,13 @@ class Engine:
         finally:
             for item in batch.scheduled:
                 self._abort(item.request, f"{type(error).__name__}: {error}")
+
+
+def _scored(run: Sequence[int], logprobs: Sequence[Logprob | None] | None) -> list[Logprob]:
+    """Return the tokens of a run with their log-probabilities, where any were asked for."""
+    if logprobs is None:
+        return [*map(unscored, run)]
+    return [score for _, score in zip(run, logprobs, strict=False) if score]
 
 
 def _score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:

@@ -16,7 +16,7 @@ L rows of a request in a recorded step with drafts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -32,6 +32,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.cache.lease import Lease
 from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Copy
 from nibble.cache.state_pool import StatePool
@@ -147,7 +148,7 @@ class ModelRunner:
         else:
             numbers = self.step_numbers(scheduled, every)
         followers = self.followers
-        logits = self._compute_with(followers, numbers) if followers else self.compute(numbers, probe)
+        logits = self._compute_with(followers, numbers) if followers else self._compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs; those with drafts may be written again.
             settled = ((item.request.lease, item.end - len(item.drafts)) for item in scheduled)
@@ -173,6 +174,9 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
         """Compute a step of which all numbers are known; see forward()."""
+        return self._compute(numbers, probe)
+
+    def _compute(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
         if self.states:
             self.states.copy(list(numbers.state_copies))
         if not numbers.replay_size:
@@ -194,10 +198,13 @@ class ModelRunner:
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
+        assert self._sampled_rows_S is not None
+        # All requests have drafts, so the step after waits for the host.
+        if not len(self._sampled_rows_S):
+            return
         if self.followers:
             with self.followers.together():
                 self.followers.store_sampled(tokens_S)
-        assert self._sampled_rows_S is not None
         self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
 
     @torch.inference_mode()
@@ -351,6 +358,18 @@ class ModelRunner:
             tier = self.tier.take_updates(packed.add, leases)
         return self.tables.pack_updates(packed, tier)
 
+    @torch.inference_mode()
+    def send_pages(self, leases: Iterable[Lease]) -> None:
+        """Tell the device of new pages of leases before the step that needs them, where this rank alone computes it."""
+        if self.followers:
+            return
+        for lease in leases:
+            self.tables.row(lease)
+        packed = PackedInts()
+        updates = self.tables.pack_updates(packed)
+        if updates.any_pages:
+            self.tables.apply_updates(packed.send(self.device), updates)
+
     def _send(self, numbers: StepNumbers) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
         sent = numbers.ints.send(self.device)
@@ -485,36 +504,38 @@ class ModelRunner:
     def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
         padding = requests - len(scheduled)
-        rows_of_logits = padded_logit_rows(scheduled, length)
+        new = tuple([item.num_tokens for item in scheduled])
+        rows_of_logits = padded_logit_rows(new, length)
         inputs = packed.add(
             (
                 *rows, *[self.tables.padding_row] * padding,
                 *[item.end for item in scheduled], *[0] * padding,
-                *[item.num_tokens for item in scheduled], *[0] * padding,
+                *new, *[0] * padding,
                 *padded_token_ids(scheduled, length), *[0] * (padding * length),
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
             )
         )  # fmt: skip
-        sampled_rows = packed.add(self._sampled_rows(rows, scheduled))
-        # Padding stands before the new tokens of each request.
-        lengths = (
-            [item.num_tokens for item in scheduled] if self.graphs and self.graphs.states is not None else []
-        )
-        state_rows = packed.add(
-            row for i, new in enumerate(lengths, 1) for row in range(i * length - new, i * length)
-        )
+        # The step after one that has drafts takes no tokens of it.
+        sampled = () if min(new) > 1 else self._sampled_rows(rows, scheduled)
+        has_states = self.graphs is not None and self.graphs.states is not None
+        sampled_rows, state_rows = packed.add(sampled), packed.add(rows_of_logits if has_states else ())
         return StepNumbers(
-            packed, (inputs, sampled_rows, state_rows), sum(item.num_tokens for item in scheduled), len(rows_of_logits),
+            packed, (inputs, sampled_rows, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
             state_copies=self._take_state_copies(scheduled),
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
-        sent, (inputs, sampled_rows, state_rows) = self._send(numbers), numbers.inputs
-        self._sampled_rows_S = sent[sampled_rows]
-        graphs.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
+        # The device waits for this step, so that all comes after the launch that can.
+        ints, (inputs, sampled_rows, state_rows) = numbers.ints.on_host(self.device), numbers.inputs
+        if numbers.updates.any_pages:
+            self.tables.apply_updates(ints.to(self.device, non_blocking=True), numbers.updates)
+        graphs.verify_inputs[: inputs.stop - inputs.start].copy_(ints[inputs], non_blocking=True)
         graphs.replay(size)
-        self.hidden_states = None if graphs.states is None else graphs.states[sent[state_rows]]
+        self._sampled_rows_S = ints[sampled_rows].to(self.device, non_blocking=True)
+        self.hidden_states = None
+        if graphs.states is not None:
+            self.hidden_states = graphs.states[ints[state_rows].to(self.device, non_blocking=True)]
         return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@ Shape suffixes: R rows of the tables, one for each open lease and one for paddin
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,27 +14,36 @@ import torch
 from torch import Tensor
 
 from nibble.cache.lease import Lease
-from nibble.kernels import ALIGNED
-from nibble.kernels.transfer import to_device
+from nibble.kernels import ALIGNED, cdiv
 
 
 class PackedInts:
     """All small integers of a step, one list after another, which go to the device in one copy."""
 
     def __init__(self) -> None:
-        self._ints: list[int] = []
+        self._ints = array("q")
 
     def add(self, values: Iterable[int]) -> slice:
         """Append a list, and return where it lies."""
         # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
-        self._ints += (0,) * (-len(self._ints) % ALIGNED)
-        start = len(self._ints)
-        self._ints += values
+        start = cdiv(len(self._ints), ALIGNED) * ALIGNED
+        self._ints.extend((0,) * (start - len(self._ints)))
+        self._ints.extend(values)
         return slice(start, len(self._ints))
+
+    def on_host(self, device: torch.device) -> Tensor:
+        """Return all integers as one int64 tensor on the host, from where a copy to the device waits for nothing.
+
+        Nothing can be added from then on.
+        """
+        if not self._ints:
+            return torch.empty(0, dtype=torch.int64)
+        ints = torch.frombuffer(self._ints, dtype=torch.int64)
+        return ints.pin_memory() if device.type == "cuda" else ints
 
     def send(self, device: torch.device) -> Tensor:
         """Return all integers as one int64 tensor on the device."""
-        return to_device(self._ints, torch.int64, device)
+        return self.on_host(device).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,15 @@ class SentUpdates:
     exact: tuple[slice, slice, slice] | None
     tier: Any
     """Of the host tier."""
+
+    @property
+    def any_pages(self) -> bool:
+        """Return whether there are any, but those of the host tier."""
+        parts = (self.places, self.slot_rows, *(self.exact or ()))
+        return any(part.start < part.stop for part in parts)
+
+
+NO_UPDATES = SentUpdates(slice(0, 0), slice(0, 0), slice(0, 0), slice(0, 0), None, None)
 
 
 class PageTables:
@@ -135,6 +154,9 @@ class PageTables:
             packed: the integers of the step.
             tier: where updates of the host tier lie.
         """
+        is_known = not (self._new_places or self._new_slots or tier) and self.exact is None
+        if is_known:
+            return NO_UPDATES
         places, pages = map(packed.add, self.take_updates())
         slot_rows, slots = map(packed.add, self.take_slots())
         exact = self.exact.add_updates(packed) if self.exact else None

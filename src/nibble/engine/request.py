@@ -115,7 +115,7 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         """Return the number of leading tokens whose KV is in the cache once the steps in flight are done."""
-        return self.in_flight.end if self.in_flight else self.num_stored_tokens
+        return self.in_flight.end if self.in_flight else self.lease.num_stored_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -157,11 +157,14 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Return whether all tokens but the last are stored, or will be."""
+        # Every step asks this of every request, some times over.
+        if item := self.in_flight:
+            return item.samples_token or item.end == len(self.token_ids) - 1
         # Not at 0: a prompt of one token is a prefill.
-        return 0 < self.num_computed_tokens == self.num_tokens - 1
+        return 0 < self.lease.num_stored_tokens == len(self.token_ids) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take twice the time, for every request of every step
 class ScheduledRequest:
     """Tokens of one request that a step computes; all tokens before them are stored in its lease's pages.
 
@@ -193,10 +196,13 @@ class ScheduledRequest:
             count: how many.
             drafts: tokens that may follow them; `count` is 1 then, of a request that decodes.
         """
-        start = request.num_computed_tokens
         if drafts:
-            assert count == 1 and request.is_decoding and not request.in_flight, "drafts follow a known token"
-            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, write_from=start, drafts=drafts)
+            start = request.lease.num_stored_tokens
+            assert count == 1 and not request.in_flight and start == len(request.token_ids) - 1, (
+                "drafts follow a known token"
+            )
+            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, NO_ROWS, start, drafts)
+        start = request.num_computed_tokens
         num_left = request.num_tokens - start - count
         assert count > 0 and num_left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
         is_last = num_left == 0

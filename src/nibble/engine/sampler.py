@@ -149,10 +149,19 @@ class SampledTokens:
                 logits_SV[rows_R], tokens_S[rows_R], counts, fixed_shapes=fixed_shapes
             )
 
-    def read(self) -> list[Logprob | None]:
-        """Return the tokens, None where logits are not numbers: no parameter can mend that."""
+    @property
+    def has_logprobs(self) -> bool:
+        """Return whether log-probabilities of any row were asked for."""
+        return bool(self._rows)
+
+    def read_ids(self) -> list[int]:
+        """Return the tokens, INVALID_TOKEN where logits are not numbers: no parameter can mend that."""
         (tokens,) = self._copy.read()
-        result = [None if token == INVALID_TOKEN else _unscored(token) for token in tokens]
+        return tokens
+
+    def read(self) -> list[Logprob | None]:
+        """Return the tokens with their log-probabilities, None where logits are not numbers."""
+        result = [None if token == INVALID_TOKEN else unscored(token) for token in self.read_ids()]
         if self._rows:
             for row, logprob in zip(self._rows, self._logprobs.read(), strict=True):
                 if result[row] is not None:
@@ -161,7 +170,7 @@ class SampledTokens:
 
 
 @lru_cache(1 << 14)
-def _unscored(token: int) -> Logprob:
+def unscored(token: int) -> Logprob:
     """Return a token whose log-probability nobody asks for; the same object each time, as a step reads many."""
     return Logprob(token, 0.0)
 

@@ -142,7 +142,7 @@ class Scheduler:
         What is neither committed nor in flight is scheduled again.
 
         Args:
-            drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
+            drafts: tokens that may follow those of draftable requests; they get what budget and pages are left.
         """
         self._admit()
         decodes: list[Request] = []
@@ -164,9 +164,10 @@ class Scheduler:
         room, scheduled = self.token_budget - sum(counts.values()), list[ScheduledRequest]()
         for request, count in counts.items():
             # Once all others have their pages: nobody gives up any for drafts.
-            of_request = drafts.get(request, ())[:room] if request.is_decoding else ()
-            of_request = self._reserve_drafts(request, of_request)
-            room -= len(of_request)
+            of_request = drafts.get(request, ())
+            if of_request:
+                of_request = self._reserve_drafts(request, of_request[:room])
+                room -= len(of_request)
             scheduled.append(ScheduledRequest.next_chunk(request, count, of_request))
         return Batch.from_scheduled(scheduled) if scheduled else None
 
@@ -177,10 +178,20 @@ class Scheduler:
 
     def draft_room(self, request: Request) -> int:
         """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
-        num_left = min(
-            request.params.max_tokens - request.num_output_tokens, self.limit - len(request.token_ids)
-        )
-        return min(num_left - 1, self.manager.draft_room(request.lease, request.num_stored_tokens))
+        lease = request.lease
+        end = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
+        return min(end - len(request.token_ids) - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
+
+    def reserve_ahead(self, batch: Batch) -> list[Lease]:
+        """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
+
+        No step has to wait for that then. They are given back where pages are short.
+        """
+        items = [item for item in batch.scheduled if item.drafts and item.request.in_flight is item]
+        for item in items:
+            # As many drafts again, should all of these count.
+            self.manager.reserve_ahead(item.request.lease, item.end + item.num_tokens)
+        return [item.request.lease for item in items]
 
     def launch(self, batch: Batch) -> None:
         """Mark `batch` as in flight: schedule() goes on from its end. Commit it before two more are launched."""
@@ -206,17 +217,19 @@ class Scheduler:
         metrics.steps += 1
         for item in batch.scheduled:
             request = item.request
-            if request.is_finished:
+            if request.state is State.FINISHED:
                 continue
             if request.in_flight is item:
                 request.in_flight = None
             # Also of a request that has lost its pages: it goes on after them.
-            request.prompt_logprobs += prompt_logprobs.get(request.id, ())
+            if entries := prompt_logprobs.get(request.id):
+                request.prompt_logprobs += entries
             new = tokens[request.id] if item.samples_token else ()
             new = (new,) if isinstance(new, int) else new
             num_accepted = max(len(new) - 1, 0)
             # Those are stored already, and a page that they fill enters the tree by its tokens.
-            request.token_ids += new[:num_accepted]
+            if num_accepted:
+                request.token_ids += new[:num_accepted]
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
@@ -230,22 +243,19 @@ class Scheduler:
                 metrics.decode_tokens += len(new)
             else:
                 metrics.prompt_tokens += item.num_tokens
-            if new:
-                self._append(request, new[-1])
-            if request.is_finished:
+            if new and (reason := self._append(request, new[-1])):
+                self.finish(request, reason)
                 ended.append(request)
         return ended
 
-    def _append(self, request: Request, token: int) -> None:
-        """Add the last token of a step to an answer, or end it."""
+    def _append(self, request: Request, token: int) -> FinishReason | None:
+        """Add the last token of a step to an answer, and return why that ends, if it does."""
         if not request.params.max_tokens:
-            self.finish(request, "length")
-        elif token in request.stop_ids:
-            self.finish(request, "stop")
-        else:
-            request.token_ids.append(token)
-            if self._is_full(request, len(request.token_ids)):
-                self.finish(request, "length")
+            return "length"
+        if token in request.stop_ids:
+            return "stop"
+        request.token_ids.append(token)
+        return "length" if self._is_full(request, len(request.token_ids)) else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Of one that has ended already, only the reason changes."""
@@ -277,6 +287,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests in order, up to the first one whose pages do not fit."""
+        if not self.waiting:
+            return
         room = max(self.max_running - len(self.running), 0)
         # Answers that wait for another's prompt do not hold up those behind them.
         candidates = list(itertools.islice((one for one in self.waiting if one.can_start), room))
@@ -448,14 +460,14 @@ class Scheduler:
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserve pages for `count` more tokens; return False where `request` itself gave up its pages for it."""
-        upto = request.num_computed_tokens + count
+        start = request.num_computed_tokens
         while True:
             try:
-                self.manager.reserve(request.lease, upto, start=request.num_computed_tokens)
+                self.manager.reserve(request.lease, start + count, start=start)
                 return True
             except OutOfPages as error:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
-                if self._offload(error):
+                if self._trim() or self._offload(error):
                     continue
                 # Always the last in order, so that the first one makes progress; of those whose pages are of use.
                 rank = request.lease.rank
@@ -466,16 +478,23 @@ class Scheduler:
 
     def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve pages for drafts; return none of them where pages are short."""
-        start = request.num_computed_tokens
+        lease, start = request.lease, request.lease.num_stored_tokens
         # Its lease may have changed for the sake of others since they were asked for.
-        drafts = drafts[: self.manager.draft_room(request.lease, start)] if drafts else ()
+        drafts = drafts[: self.manager.draft_room(lease, start)]
         if not drafts:
             return ()
         try:
-            self.manager.reserve(request.lease, start + 1 + len(drafts), len(drafts), start=start)
+            self.manager.reserve(lease, start + 1 + len(drafts), len(drafts), start=start)
         except OutOfPages:
             return ()
         return drafts
+
+    def _trim(self) -> bool:
+        """Give back pages that running requests have for drafts to come; return whether there were any."""
+        before = self.manager.num_available_pages
+        for request in self.running:
+            self.manager.trim(request.lease)
+        return self.manager.num_available_pages > before
 
     def _offload(self, error: OutOfPages) -> bool:
         """Move the longest decoding requests to hot buffers where frames are short; return whether that frees any."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +31,7 @@ from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import LONGEST_PAUSE, SHORTEST_PAUSE, DraftPolicy, Gain, Likelihood, Medians
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
-from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
+from nibble.engine.request import Batch, Request, ScheduledRequest
 
 log = logging.getLogger("nibble.drafts")
 
@@ -40,20 +41,30 @@ MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
 
-def accepted_run(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
     """Return the tokens that a verification adds to an answer: accepted drafts, and one more.
 
     Args:
         drafts: tokens that were proposed, k of them.
         sampled: what was drawn at each position, k + 1 tokens, each as if the drafts before it were part of the answer;
-            None where logits are not numbers.
+            INVALID_TOKEN where logits are not numbers.
     """
     count = 0
     for draft, token in zip(drafts, sampled, strict=False):
-        if token is None or token.token != draft:
+        if token != draft:
             break
         count += 1
-    return list(sampled[: count + 1])
+    return sampled[: count + 1]
+
+
+@lru_cache(256)
+def recorded_counts(running: int, most_drafts: int, step_tokens: int) -> list[int]:
+    """Return the numbers of drafts for each of so many requests that recorded steps have room for.
+
+    They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
+    """
+    most = step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
+    return [length - 1 for length in recorded_lengths(1 + most_drafts) if length - 1 <= most]
 
 
 @dataclass(slots=True)
@@ -157,6 +168,8 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
+    _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
+    """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
@@ -169,6 +182,7 @@ class Speculation:
             requests: that the step in flight decodes.
         """
         self._num_drafts = None
+        self.settle()
         lengths = {request: self._length_at(request, len(request.token_ids) + 1) for request in requests}
         askable = {one: length for one, length in lengths.items() if length > 0 and self._may_propose(one)}
         if askable and self.chooses:
@@ -185,18 +199,19 @@ class Speculation:
             room: returns the most tokens that may be drafted for one.
             others: requests that decode too.
         """
+        self.settle()
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
-        token_seconds, verification = self._values(running) if lengths else (None, 0.0)
+        if not lengths:
+            return {}
+        token_seconds, verification = self._values(running)
         tasks = [
             DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
         ]
-        if not tasks:
-            return {}
         start = perf_counter()
-        drafts = zip(tasks, self._proposed(tasks), strict=True)
-        usable = {task.request: self._usable(task.request, tokens) for task, tokens in drafts}
+        drafts = zip(lengths, self._proposed(tasks), strict=True)
+        usable = {request: self._usable(request, tokens) for request, tokens in drafts}
         self._note_proposals(usable, perf_counter() - start, token_seconds, verification)
         return {request: tokens for request, tokens in usable.items() if tokens}
 
@@ -234,8 +249,14 @@ class Speculation:
                 if not tokens:
                     self.policy.note_gain(length.gain, -length.cost, len(request.token_ids))
         elif self.overlaps or self.head:
+            self._proposals.append(drafts)
+
+    def settle(self) -> None:
+        """Note for whom something was proposed, once there is time: before drafts are noted or asked for again."""
+        for drafts in self._proposals:
             for request, tokens in drafts.items():
                 self._length(request).note_proposal(bool(tokens), len(request.token_ids))
+        self._proposals.clear()
 
     def observe(self, batch: Batch, states_TX: Any) -> None:
         """Let a head that drafts read the hidden states [T, X] of a step, in its order."""
@@ -268,7 +289,7 @@ class Speculation:
     @property
     def weighs(self) -> bool:
         """Return whether the drafts of each request are weighed against the time of a model's steps, on a CPU."""
-        return self.needs_model and self.adapts and not self.overlaps
+        return not self.overlaps and self.needs_model and self.adapts
 
     def _lengths_of(
         self, decoding: Sequence[Request], room: Callable[[Request], int], running: int
@@ -279,8 +300,10 @@ class Speculation:
         most = max(self._recorded_counts(running), default=0) if self.overlaps else self.max_tokens
         lengths = dict[Request, int]()
         for request in decoding:
-            length = min(self._length_at(request, len(request.token_ids)), room(request), left, most)
-            if length > 0:
+            if left <= 0:
+                break
+            length = self._length_at(request, len(request.token_ids))
+            if length and (length := min(length, left, most, room(request))) > 0:
                 lengths[request] = length
                 left -= length
         if lengths and self.chooses:
@@ -294,12 +317,7 @@ class Speculation:
         return next((count for count in counts if count >= drafts), drafts) if drafts else 0
 
     def _recorded_counts(self, running: int) -> list[int]:
-        """Return the numbers of drafts for each of so many requests that recorded steps have room for.
-
-        They have as many rows for each, in all no more than step_tokens, and a power of two of requests.
-        """
-        most = self.step_tokens // (1 << (max(running, 1) - 1).bit_length()) - 1
-        return [length - 1 for length in recorded_lengths(1 + self.max_tokens) if length - 1 <= most]
+        return recorded_counts(running, self.max_tokens, self.step_tokens)
 
     def _choose(self, running: int, lengths: Mapping[Request, int]) -> int:
         """Return how many tokens to draft for each request of a step, 0 for none.
@@ -335,6 +353,7 @@ class Speculation:
 
     def note(self, item: ScheduledRequest, num_accepted: int) -> None:
         """Note how many drafts of a step were accepted."""
+        self.settle()
         proposed = len(item.drafts)
         self.counts.add(proposed, num_accepted)
         self.policy.update(proposed, num_accepted)

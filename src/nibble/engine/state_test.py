@@ -23,13 +23,20 @@ from nibble.attention.recurrent import RecurrentStates
 from nibble.cache.state_pool import StatePool
 from nibble.errors import BackendError
 from nibble.kernels import ahead
-from nibble.kernels.recurrence import Convolution, LayerState, StateBatch, layer_state
+from nibble.kernels.recurrence import (
+    Convolution,
+    LayerState,
+    Projection,
+    Runs,
+    StateBatch,
+    layer_state,
+)
 from nibble.kernels.recurrence.formats import decode
 from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.state_formats import BLOCK
 from nibble.model_spec import RecurrentGroup
 
-STEPS = ((303, 31), (1, 1), (1, 1), (5, 70), (17, 1))
+STEPS = ((303, 31), (1, 1), (1, 1), (1, 1), (5, 70), (17, 1))
 """New tokens of both requests, step by step. The decode steps end a block of tokens, and begin one."""
 TOLERANCE = {"float32": 2e-3}
 """Largest deviation of outputs and states, norm over norm: a value between two codes may be rounded otherwise."""
@@ -107,12 +114,19 @@ class _GroupTest:
         actual = RecurrentStates({layer: self.state}, metadata)
         definition = RecurrentStates({layer: self.expected}, batch)
         what = "a decode step" if longest == 1 else f"chunks of {' and '.join(map(str, lengths))} tokens"
-        # The second decode step is that of a compiled model, where it has one operator for both.
-        is_joined = longest == 1 and self.computed[0] > STEPS[0][0] and self._share > 0
-        layers = iter([self._joined(ends[-1] + 1)]) if is_joined else self._layers(ends[-1] + 1)
-        for serve in layers:
+        for serve in self._served(ends[-1] + 1, is_decode=longest == 1):
             self._compare(serve(actual), serve(definition), what, "computes")
         self.computed = [start + length for start, length in zip(starts, lengths, strict=True)]
+
+    def _served(self, tokens: int, *, is_decode: bool) -> Iterator[Serve]:
+        """Yield what computes a layer: from the second decode step on as in compiled models, by a joined operator."""
+        num_decodes = self.computed[0] - STEPS[0][0]
+        if not is_decode or not num_decodes or not self._share:
+            yield from self._layers(tokens)
+        elif num_decodes == 1 or self.group.key_decay:
+            yield self._joined(tokens)
+        else:
+            yield self._projected(tokens)
 
     def _layers(self, tokens: int) -> Iterator[Serve]:
         """Yield the convolution and the rule of a layer over so many random tokens."""
@@ -144,6 +158,24 @@ class _GroupTest:
         gates = self._gates(tokens)
         return lambda states: recurrent.conv_recurrence(
             states, layer, conv, *gates, delta=is_delta, unit=True
+        )
+
+    def _projected(self, tokens: int) -> Serve:
+        """Return a layer that reads the products that it begins with: its heads' parts beside one another."""
+        group, layer, share = self.group, self.group.layers[0], self._share
+        key_heads, is_delta = group.key_heads // share, group.rule == "delta"
+        values, group_heads = group.heads // key_heads * group.rows, group.heads // key_heads
+        width = 2 * group.columns + values + 2 * group_heads
+        sizes = group.columns, group.columns, values, group_heads, group_heads
+        starts = accumulate(sizes, initial=0)
+        runs = tuple(Runs(first, size, width) for first, size in zip(starts, sizes, strict=False))
+        y_TW = self._noise(tokens, key_heads * width).to(self.dtype)
+        paces_H, offsets_H = (self._noise(group.heads) - 2 for _ in range(2))
+        projection = Projection(y_TW, y_TW, y_TW, runs, paces_H, offsets_H)
+        keys = key_heads * group.columns
+        conv = Convolution(y_TW, self.weight_CW.to(self.dtype), None, "silu", 0, keys, 2 * keys, share)
+        return lambda states: recurrent.projected_recurrence(
+            states, layer, projection, conv, delta=is_delta, unit=True
         )
 
     def _gates(self, tokens: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from torch import Tensor
@@ -89,12 +90,16 @@ def padded_token_ids(scheduled: Sequence[ScheduledRequest], tokens: int) -> list
     return result
 
 
-def padded_logit_rows(scheduled: Sequence[ScheduledRequest], tokens: int) -> list[int]:
-    """Return the rows of new tokens where each request has so many rows, and its new tokens are the last of them."""
-    ends = range(tokens, tokens * len(scheduled) + 1, tokens)
-    return [
-        row for end, item in zip(ends, scheduled, strict=True) for row in range(end - item.num_tokens, end)
-    ]
+@lru_cache(64)
+def padded_logit_rows(new: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Return the rows of new tokens where each request has so many rows, and its new tokens are the last of them.
+
+    Args:
+        new: new tokens of each request.
+        tokens: rows of each.
+    """
+    ends = range(tokens, tokens * len(new) + 1, tokens)
+    return tuple(row for end, count in zip(ends, new, strict=True) for row in range(end - count, end))
 
 
 @dataclass(frozen=True, slots=True)

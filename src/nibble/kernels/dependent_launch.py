@@ -3,6 +3,8 @@
 A kernel that is launched so waits before it reads what others wrote, and only then lets the next one start. So whoever
 starts early knows that all but the kernel just in front of it have ended. Before the wait it writes nothing to memory,
 and reads nothing but what no kernel writes, as weights are. What inductor makes keeps to it too (models/forward.py).
+One token's layer of experts goes further: a kernel reads what the one in front marked as not there yet, and waits for
+its end at its own (codecs/early.cuh).
 (CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -28,17 +28,28 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import nibble
-from nibble import files
+from nibble import bytecode, files
 from nibble.config import parse_bytes
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
+from nibble.kernels import ahead, triton_present
 
 FOLDER = "compiled"
 CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+ASSEMBLER_VARIABLE, ASSEMBLER = "TRITON_PTXAS_PATH", "backends/nvidia/bin/ptxas"
+"""The program that Triton assembles kernels with, unless the variable names another, and where it has one."""
 LIMIT_VARIABLE, LIMIT = "NIBBLE_CACHE_LIMIT", "32GiB"
 KEEP_S = 24 * 3600.0
 """What was used a day ago may be read again by a process that still runs."""
-CACHES = {FOLDER: 1, "inductor": 2, "triton": 1, "kernels": 1, "humming": 1, "rehearsed": 1}
+CACHES = {
+    FOLDER: 1,
+    bytecode.FOLDER: 1,
+    "inductor": 2,
+    "triton": 1,
+    "kernels": 1,
+    "humming": 1,
+    "rehearsed": 1,
+}
 """Folders of compiled code in the cache folder, and how deep their entries lie."""
 PACKAGES = ("torch", "transformers", "triton")
 COMPILING = (
@@ -57,17 +68,31 @@ log = logging.getLogger("nibble.compile")
 
 
 def use_cache_folder() -> None:
-    """Let torch and Triton keep what they compile in Nibble's cache folder, unless the user has chosen another."""
+    """Let torch and Triton keep what they compile in Nibble's cache folder, unless the user has chosen another.
+
+    Both assemble kernels by Triton's program then. Inductor would set the variable to torch's, and a kernel's name on
+    disk has the version that its process has asked for first: torch's in processes that compile alone, Triton's in the
+    engine's own. So no start would find the kernels of the one before.
+    """
     # Importing torch._dynamo fills torch's variable with a default in /tmp; only another value is the user's.
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
         os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
     os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
+    triton = importlib.util.find_spec("triton")
+    for folder in (triton.submodule_search_locations or ()) if triton else ():
+        if (assembler := Path(folder, ASSEMBLER)).is_file():
+            os.environ.setdefault(ASSEMBLER_VARIABLE, str(assembler))
 
 
 def begin(compiles: bool, keep: bool) -> None:
     """Prepare this process for code that is compiled: use_cache_folder(), and warm_compiler() for models."""
     use_cache_folder()
+    if triton_present():
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        # The first kernel that is looked up on disk would wait for it: it reads all of Triton.
+        ahead.submit(triton_key, triton_key)
     if compiles:
         warm_compiler(keep)
 

@@ -116,7 +116,8 @@ def inductor_options(model: nn.Module) -> dict[str, Any]:
 
 def _early_launches() -> dict[str, bool]:
     """Return the option by which inductor's kernels start while those in front of them end, where it is safe."""
-    from torch._inductor.codegen.triton import TritonKernel  # takes a while
+    with pause_gc():
+        from torch._inductor.codegen.triton import TritonKernel  # and with it all that makes code
 
     option = "triton.enable_pdl"
     if option not in torch._inductor.config.get_config_copy() or not hasattr(TritonKernel, _BEFORE_ACCESS):

@@ -10,7 +10,7 @@ Shape suffixes: T tokens, C channels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _CONV, _RULE, _JOINED = (
     getattr(torch.ops.nibble, name).default for name in ("causal_conv", "recurrence", "conv_recurrence")
 )
-_MOVES = frozenset(
+MOVES = frozenset(
     {
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
         aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -32,13 +32,15 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 """Operators that move values and change none."""
-_TOKENS = 3
+INPUT_VALUES = "eager_input_vals"
+"""Where a node has its arguments as they were traced: inductor gives an operator inputs with their strides."""
+TOKENS = 3
 """Of the run over numbers."""
 assert operators  # which defines the operators
 
 
-class _NotMovedError(Exception):
-    """Something else than a move stands between both operators."""
+class NotMovedError(Exception):
+    """Something else than a move, or what else is allowed, stands between two operators."""
 
 
 def join_convolutions(graph: fx.Graph, device: str) -> int:
@@ -58,7 +60,7 @@ def join_convolutions(graph: fx.Graph, device: str) -> int:
                 (q_at, q_share), (k_at, k_share), (v_at, v_share) = (
                     _channels(part, conv) for part in (q, k, x)
                 )
-        except _NotMovedError:
+        except NotMovedError:
             continue
         if q_share != k_share or v_share != 1:
             continue
@@ -71,7 +73,7 @@ def join_convolutions(graph: fx.Graph, device: str) -> int:
 
 def _source(node: Any) -> fx.Node | None:
     """Return the convolution whose values a node has, moved at most."""
-    while isinstance(node, fx.Node) and node.target in _MOVES:
+    while isinstance(node, fx.Node) and node.target in MOVES:
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.target is _CONV else None
 
@@ -80,7 +82,7 @@ def _moves_behind(conv: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that move what a convolution has made, in the order of the graph."""
     reached, node = {conv}, conv.next
     while node.op != "output":
-        if node.target in _MOVES and node.args[0] in reached:
+        if node.target in MOVES and node.args[0] in reached:
             reached.add(node)
             yield node
         node = node.next
@@ -92,21 +94,21 @@ def _channels(part: Any, conv: fx.Node) -> tuple[int, int]:
     Heads follow one another; those that a family has repeated share theirs.
 
     Raises:
-        _NotMovedError: They are not moved alone, or lie otherwise.
+        NotMovedError: They are not moved alone, or lie otherwise.
     """
     channels = conv.meta["val"].shape[1]
-    numbers_TC = torch.arange(_TOKENS * channels).view(_TOKENS, channels)
+    numbers_TC = torch.arange(TOKENS * channels).view(TOKENS, channels)
     moved = _run(part, conv, numbers_TC)
-    if moved.dim() != 3 or len(moved) != _TOKENS:
-        raise _NotMovedError
+    if moved.dim() != 3 or len(moved) != TOKENS:
+        raise NotMovedError
     first, (heads, width) = int(moved[0, 0, 0]), moved.shape[1:]
     share = int((moved[0, :, 0] == first).sum())
     own = heads // share
     if heads % share or first + own * width > channels:
-        raise _NotMovedError
-    expected = numbers_TC[:, first : first + own * width].view(_TOKENS, own, width)
+        raise NotMovedError
+    expected = numbers_TC[:, first : first + own * width].view(TOKENS, own, width)
     if not torch.equal(moved, expected.repeat_interleave(share, 1)):
-        raise _NotMovedError
+        raise NotMovedError
     return first, share
 
 
@@ -114,31 +116,38 @@ def _run(node: Any, conv: fx.Node, numbers_TC: Tensor) -> Any:
     """Return what a node has if the convolution's output is `numbers_TC`."""
     if node is conv:
         return numbers_TC
-    if not isinstance(node, fx.Node) or node.target not in _MOVES or not callable(node.target):
-        raise _NotMovedError
+    if not isinstance(node, fx.Node) or node.target not in MOVES or not callable(node.target):
+        raise NotMovedError
     source, *rest = node.args
     tokens = conv.meta["val"].shape[0]
-    arguments = fx.map_arg(rest, lambda size: _size(size, tokens))
+    arguments = fx.map_arg(rest, lambda size: size_of(size, tokens))
     return node.target(_run(source, conv, numbers_TC), *arguments)
 
 
-def _size(node: fx.Node, tokens: Any) -> int:
-    """Return a size that a compiler leaves open, for _TOKENS tokens."""
+def size_of(node: fx.Node, tokens: Any) -> int:
+    """Return a size that a compiler leaves open, for TOKENS tokens."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt) and isinstance(tokens, torch.SymInt):
-        size = value.node.expr.subs(tokens.node.expr, _TOKENS)
+        size = value.node.expr.subs(tokens.node.expr, TOKENS)
         if size.is_number:
             return int(size)
-    raise _NotMovedError
+    raise NotMovedError
 
 
 def _replace(graph: fx.Graph, conv: fx.Node, rule: fx.Node, places: list[int]) -> None:
     """Put the joined operator in the place of both; places: as Convolution has them, and `share`."""
-    x, weight, bias, activation = conv.args[:4]
     heads, rows = rule.meta["val"].shape[1:]
-    arguments = (x, weight, bias, activation, places, *rule.args[3:], heads, rows)
     with graph.inserting_before(rule):
-        joined = graph.call_function(_JOINED, arguments)
+        joined = graph.call_function(_JOINED, _join(conv.args, rule.args, places, heads, rows))
     joined.meta = dict(rule.meta)
+    if INPUT_VALUES in rule.meta:
+        values = (node.meta[INPUT_VALUES][0] for node in (conv, rule))
+        joined.meta[INPUT_VALUES] = (_join(*values, None, None, None), {})
     rule.replace_all_uses_with(joined)
     graph.erase_node(rule)
+
+
+def _join(conv: Sequence[Any], rule: Sequence[Any], *own: Any) -> tuple[Any, ...]:
+    """Return the joined operator's arguments by those of both; own: places, heads, rows."""
+    places, heads, rows = own
+    return (*conv[:4], places, *rule[3:], heads, rows)

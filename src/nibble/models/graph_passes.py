@@ -2,11 +2,13 @@
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
-convolutions in front of recurrent rules (graph_convolutions.py).
+convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py). A
+router and the layer of experts behind it, where Nibble computes both, become one operator.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from nibble.kernels import linear, topk
-from nibble.models import graph_convolutions
+from nibble.kernels import experts, linear, router, topk
+from nibble.models import graph_convolutions, graph_projections
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -37,12 +39,15 @@ class ReplaceOperators(CustomGraphPass):
             if self._serves_topk(*node.args, **node.kwargs):
                 node.target, node.args, node.kwargs = torch.ops.nibble.topk.default, node.args[:2], {}
         graph_convolutions.join_convolutions(graph, self.device)
+        graph_projections.join_projections(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             self._replace_product(node, None, *node.args)
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
             # Not where the bias is a matrix, or a factor is beside it.
             if not node.kwargs and node.args[0].meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
+            _join_router(graph, node)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -68,8 +73,50 @@ class ReplaceOperators(CustomGraphPass):
     def uuid(self) -> tuple[str, bytes]:
         """Return what inductor's cache tells passes apart by."""
         return repr(self), get_hash_for_files(
-            (__file__, graph_convolutions.__file__, topk.__file__, linear.__file__)
+            (
+                __file__,
+                *(
+                    part.__file__
+                    for part in (graph_convolutions, graph_projections, topk, linear, router, experts)
+                ),
+            )
         )
+
+
+def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
+    """Make one operator of a layer of experts and its router, if nothing else wants what the router chose."""
+    x, chosen, weights, *operands = layer.args
+    route = _source(chosen, 2)
+    if route is None or route is not _source(weights, 1) or not _is_same(x, route.args[0]):
+        return
+    users = {user for part in route.users for user in part.users}
+    if users != {layer}:
+        return
+    with graph.inserting_before(layer):
+        joined = graph.call_function(
+            torch.ops.nibble.experts_routed_layer.default, (x, *route.args[1:], *operands)
+        )
+    joined.meta.update(layer.meta)
+    layer.replace_all_uses_with(joined)
+    for node in (layer, *route.users, route):
+        graph.erase_node(node)
+
+
+def _source(value: Any, index: int) -> fx.Node | None:
+    """Return the router that a node is result number `index` of, None where there is none."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem or value.args[1] != index:
+        return None
+    source = value.args[0]
+    return source if isinstance(source, fx.Node) and source.target is torch.ops.nibble.route.default else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two nodes are the same rows, seen twice."""
+    if one is other:
+        return True
+    views = aten.view.default, aten.reshape.default
+    first, second = (node.args[0] if node.target in views else node for node in (one, other))
+    return first is second and one.meta["val"].shape == other.meta["val"].shape
 
 
 def _facts(weight: Tensor) -> tuple[int, int, str]:

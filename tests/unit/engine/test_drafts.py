@@ -15,8 +15,8 @@ from nibble.config import SamplingParams
 from nibble.drafts import SpeculativeSpec
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.drafters.lookup import NGRAM, Lookup, NgramIndex
-from nibble.engine.request import Logprob, Request, ScheduledRequest
-from nibble.engine.sampler import Sampler
+from nibble.engine.request import Request, ScheduledRequest
+from nibble.engine.sampler import INVALID_TOKEN, Sampler
 from nibble.engine.speculative import DraftLength, Speculation, accepted_run
 from nibble.errors import ConfigError
 from nibble.model_spec import Phase
@@ -29,17 +29,14 @@ CRITICAL = 165.0
 
 
 def test_the_first_difference_ends_a_run() -> None:
-    drawn = [Logprob(token, 0.0) for token in (4, 5, 6)]
+    drawn = [4, 5, 6]
     assert accepted_run((), drawn[:1]) == drawn[:1]
     assert accepted_run((4, 5), drawn) == drawn
     assert accepted_run((4, 9), drawn) == drawn[:2]
     assert accepted_run((9, 5), drawn) == drawn[:1]
-    assert accepted_run((4, 5), [drawn[0], None, drawn[2]]) == [drawn[0], None], (
-        "logits that are not numbers show"
-    )
-    assert accepted_run((9, 5), [drawn[0], None, drawn[2]]) == drawn[:1], (
-        "behind a rejected draft they do not matter"
-    )
+    invalid = [4, INVALID_TOKEN, 6]
+    assert accepted_run((4, 5), invalid) == invalid[:2], "logits that are not numbers show"
+    assert accepted_run((9, 5), invalid) == drawn[:1], "behind a rejected draft they do not matter"
 
 
 def one_by_one(seeds: Sequence[int], params: dict[str, Any]) -> dict[int, list[int]]:
@@ -70,10 +67,10 @@ def drafted(seeds: Sequence[int], params: dict[str, Any], verify: Any = accepted
                 rows.append(request)
                 counts.append(request.num_output_tokens + count)
                 logits.append(token)
-        drawn = iter(Sampler().launch(TABLE[logits], rows, counts, drafts).read())
+        drawn = iter(Sampler().launch(TABLE[logits], rows, counts, drafts).read_ids())
         for request in open_:
             sampled = [next(drawn) for _ in range(1 + len(guesses[request]))]
-            request.token_ids += [token.token for token in verify(guesses[request], sampled)]
+            request.token_ids += verify(guesses[request], sampled)
         open_ = [request for request in open_ if request.num_output_tokens <= DRAFTS]
     return {seed: request.output_token_ids for seed, request in zip(seeds, requests, strict=True)}
 
@@ -102,10 +99,10 @@ def test_a_bias_is_noticed() -> None:
     """A draft that is accepted once in ten times although another token was drawn."""
     dice = random.Random(2)
 
-    def biased(drafts: Sequence[int], sampled: Sequence[Logprob | None]) -> list[Logprob | None]:
+    def biased(drafts: Sequence[int], sampled: list[int]) -> list[int]:
         run = accepted_run(drafts, sampled)
         if len(run) <= len(drafts) and dice.random() < 0.1:
-            return [*run[:-1], Logprob(drafts[len(run) - 1], 0.0)]
+            return [*run[:-1], drafts[len(run) - 1]]
         return run
 
     answers = drafted(range(DRAWS), {"temperature": 1.0}, biased)

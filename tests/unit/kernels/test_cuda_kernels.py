@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
-from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
+from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tiling_of
 from nibble.kernels.experts import cuda as experts
 from nibble.kernels.experts.gate import CLAMPED, SILU
 from nibble.kernels.experts.matrices import PackedExperts
@@ -37,9 +37,8 @@ ARCHS = sorted({arch for row in ROWS for arch in row.arch or ()})
 def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int = 8) -> Variant:
     key, _, value = name.partition(":")
     k, v = FORMATS[key], FORMATS[value or key]
-    warps = warps_of_block(k, v, dim, columns, SHARED[arch])
-    tile = tokens_of_tile(k, columns)
-    return Variant(dim, k, v, columns, tile, warps, page, bf16=True, softcap=columns == 16)
+    tiling = tiling_of(k, v, dim, columns, SHARED[arch])
+    return Variant(dim, k, v, columns, tiling, page, bf16=True, softcap=columns == 16)
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +193,35 @@ def test_products_with_packed_experts_compile(format: WeightFormat, arch: int) -
         assert shared + experts.RESERVED <= SHARED[arch]
         if arch == 90:
             assert experts.resident_blocks(SHARED[90], shared, tile) >= 3, "processors would wait for memory"
+
+
+@pytest.mark.parametrize("format", [experts.PLAIN, *EXPERTS], ids=str)
+def test_products_of_a_token_that_choose_compile(format: WeightFormat) -> None:
+    if not experts.scales_fit(format):
+        return
+    for (hidden, inner, top_k, count), gate in (
+        ((2048, 768, 8, 128), SILU),
+        ((2880, 2880, 4, 32), CLAMPED),
+    ):
+        if not experts.row_fits(format, hidden) or hidden % (format.group or 1):
+            continue
+        for outputs, inputs, own in ((2 * inner, hidden, gate), (hidden, inner, "")):
+            empty = torch.empty(count, outputs, inputs // parts_of(format), dtype=torch.int16, device="meta")
+            packed = PackedExperts(format, empty, empty, torch.bfloat16)
+            tile = experts.tile_of(packed, 1, top_k, is_second=not own)
+            choices = {"routed": count} if own else {"combine": top_k, "is_early": True}
+            use = experts.Use(format, (outputs, inputs), tile, own, is_one=True, **choices)
+            assert compiling.cubin(experts.SOURCE, 90, experts.macros(use)).startswith(compiling.ELF)
+            # All blocks of the first product run at a time, so that the second may start while it ends.
+            blocks = experts.resident_blocks(SHARED[90], experts.shared_bytes(use, top_k, count), tile)
+            assert blocks >= 3
+
+
+@pytest.mark.parametrize("inputs", [2048, 2880, 72, 7168])
+def test_logits_of_a_token_compile(inputs: int) -> None:
+    vectors = router.vectors_of(inputs)
+    assert vectors * router.ROW_THREADS * 8 >= inputs
+    assert compiling.cubin(router.LOGITS, 90, {"VECTORS": vectors}).startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize(

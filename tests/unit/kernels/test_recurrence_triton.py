@@ -508,27 +508,38 @@ def test_tiles(rows: int, columns: int, itemsize: int, matrices: int, expected: 
 
 
 COMPILED = """
-import re, triton
+import re, subprocess, tempfile, triton
+from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nibble.kernels import GPU
-from nibble.kernels.recurrence import conv, copies, decode, mamba, tiles
+from nibble.kernels.recurrence import conv, copies, decode, mamba, project, tiles
 from nibble.kernels.recurrence import triton as any_cut
 
 CODES = {"fp32": ("fp32", 4, 0.0), "bf16": ("bf16", 2, 0.0), "fp8": ("fp8e4nv", 1, 448.0), "int8": ("i8", 1, 127.0)}
 INTS = dict.fromkeys(("slots", "starts", "cu_seqlens", "states_at", "settled"), "i32")
 
-def compiled(kernel, types, fixed, warps, stages=3):
+def compiled(kernel, types, fixed, warps, stages=3, **more):
     types = {n: t for n, t in {**types, **INTS}.items() if n not in fixed}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in fixed else "*" + types[n] if n in types else "i32" for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
                if n not in fixed and n not in ("rows", "requests", "columns", "N")}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
-    options = dict(num_warps=warps, num_stages=stages, launch_pdl=True)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = dict(num_warps=warps, num_stages=stages, launch_pdl=True, **more)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return kernel.asm["ptx"] + registers(kernel.asm["cubin"])
 
-def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False):
+def registers(cubin):
+    # Bytes of the stack, which is where registers go that there are too few of.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return " ".join(re.findall(r"STACK:[0-9]+", text))
+
+def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, kernel, convolved=False, projected=False):
     code, itemsize, max_code = CODES[format]
     half = dict.fromkeys(("q", "k", "v", "keys", "out"), dtype)
     full = dict.fromkeys(("log_decay", "beta", "sums", "weights", "scales", "decays"), "fp32")
@@ -549,10 +560,18 @@ def matrix(format, dtype, heads, key_heads, rows, columns, by_column, delta, ker
             ints = ("x_stride_T", "inputs_stride_S", "weight_stride_C", "weight_stride_W", "channels", "TAPS", "PLACES",
                     "SILU", "Q_AT", "K_AT", "V_AT", "SHARE")
             fixed |= dict.fromkeys(("x", "inputs", "weight", "bias")) | dict.fromkeys(ints, 0)
+        gates = dict.fromkeys(("a", "b", "paces", "offsets"), dtype)
+        runs = ((0, 128, 768), (128, 128, 768), (256, 256, 768), (12290, 2, 4), (12288, 2, 4))  # as Qwen3-Next has them
+        fixed |= dict(zip(project.RUN_CONSTANTS, (n for run in runs for n in run)), GATES=projected)
+        if projected:
+            types |= gates
+            fixed |= dict(log_decay=None, beta=None, log_decay_stride_T=0, beta_stride_T=0)
+        else:
+            fixed |= dict.fromkeys(gates) | dict(a_stride_T=0, b_stride_T=0)
         fixed |= dict(UNIT=convolved, EPSILON=1e-6, SCALE=columns**-0.5)
         fixed |= dict(VW=tile.rows, C=width // piece, W=piece, D=width // key_piece, E=key_piece,
                       LINES=tile.rows * columns // line, LINE_VALUES=line)
-        return compiled(decode.decode_kernel, types, fixed, tile.warps)
+        return compiled(decode.decode_kernel, types, fixed, tile.warps, maxnreg=decode.REGISTERS)
     fixed |= dict(states_at=None, settled=None, VW=any_cut.ROWS, KW=triton.next_power_of_2(columns), FULL=dtype == "fp32")
     if kernel == "weights":
         fixed = {n: v for n, v in fixed.items() if n in any_cut.weights_kernel.arg_names}
@@ -578,14 +597,24 @@ def compile_for_sm90(code: str) -> list[list[str]]:
 def test_decodes_load_whole_lines_and_ask_for_the_matrix_before_they_wait() -> None:
     """Compiled as for a GPU, which none is needed for."""
     lines = compile_for_sm90("""
-for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True)]:
-    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", convolved)
+for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("fp32", True), ("int8", 2), ("fp32", 2)]:
+    ptx = matrix(format, "bf16", 32, 16, 128, 128, False, True, "decode", bool(convolved), convolved == 2)
     early, rest = ptx.split("griddepcontrol.wait")
-    print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"), "local" in ptx)
+    stack = re.search(r"STACK:([0-9]+)", rest)[1]
+    print(early.count("prefetch.global.L2"), early.count("st.global"), rest.count("ld.global.v4.b32"),
+          rest.count("ld.global"), "local" in ptx, stack)
 """)
-    assert len(lines) == len(FORMATS) + 2
-    for prefetches, stores, vectors, local in lines:
-        assert prefetches == "1" and stores == "0" and int(vectors) >= 8 and local == "False"
+    assert len(lines) == len(FORMATS) + 4
+    for prefetches, stores, vectors, loads, *spills in lines:
+        assert (
+            prefetches == "1"
+            and stores == "0"
+            and int(vectors) >= 4
+            and spills[0] == "False"
+            and int(spills[1]) <= 16
+        )
+        # No thread convolves what others do.
+        assert int(loads) < 128
 
 
 @pytest.mark.slow
@@ -616,8 +645,12 @@ for format in CODES:
         fixed |= dict(scales=None, scales_stride_S=0)
     print("selective", "local" in compiled(mamba.selective_kernel, {**half, **full, "codes": code}, fixed, 4))
 fixed = dict(settled=None, P=16, X=1024, PDL=True)
+halves = dict.fromkeys(("x", "a", "b", "paces", "offsets", "out"), "bf16")
+runs = dict.fromkeys(project.RUN_CONSTANTS, 64)
+fixed_runs = dict(Q_AT=0, K_AT=2048, V_AT=4096, KEYS=2048, HEADS=32, C=project.CHANNELS, H=32, PDL=True, **runs)
+print("project", "local" in compiled(project.project_kernel, {**halves, "log_decay": "fp32", "beta": "fp32"}, fixed_runs, 4))
 print("store", "local" in compiled(tiles.store_kernel, {"rows": "bf16", "stored": "bf16"}, fixed, 4))
 ptx = compiled(copies.copy_kernel, {"table": "i64", "pairs": "i64"}, dict(UNIT=triton.language.int64, I=copies.ITEMS), 8)
 print("copy", not re.search(r"ld.global\\S*b64", ptx))
 """)
-    assert len(lines) == 8 and all(bad == "False" for _, bad in lines)
+    assert len(lines) == 9 and all(bad == "False" for _, bad in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from families import FAMILIES, make
-from nibble.kernels import linear, topk
+from nibble.kernels import experts, linear, router, topk
+from nibble.kernels.experts.gate import SILU, Gate
 from nibble.models import compile_cache, graph_passes
 from nibble.models.graph_passes import ReplaceOperators
 from nibble.models.linear import merge_and_tune_linears
@@ -114,6 +116,31 @@ def test_a_product_with_a_narrow_weight_is_replaced(bias: Tensor | None) -> None
 def test_other_products_stay(multiply: Callable[..., Any], weight: Tensor) -> None:
     names = replaced(multiply, torch.randn(5, 40), weight, weights=(NARROW,))
     assert "nibble.linear.default" not in names and any("mm.default" in name for name in names)
+
+
+EXPERTS = torch.randn(6, 16, 40) / 6, torch.randn(6, 40, 8) / 6
+
+
+def routed_layer(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, kind: str = "") -> tuple[Tensor, ...]:
+    """A layer of experts; of some kind: with other weights or rows than its router's, or with logits."""
+    logits, weights, chosen = router.route(x.view(-1, 40), weight, None, 2, is_normalized=True)
+    rows = (2 * x if kind == "rows" else x).view(-1, 40)
+    weights = 2 * weights if kind == "weights" else weights
+    y = experts.layer(rows, chosen, weights, (up, None), (down, None), Gate(SILU))
+    return (y, logits) if kind == "logits" else (y,)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
+    names = replaced(partial(routed_layer, kind=""), torch.randn(1, tokens, 40), WEIGHT, *EXPERTS)
+    assert "nibble.experts_routed_layer.default" in names
+    assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
+
+
+@pytest.mark.parametrize("kind", ["rows", "weights", "logits"])
+def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
+    names = replaced(partial(routed_layer, kind=kind), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
+    assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 
 def test_weights_that_win_a_trial_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

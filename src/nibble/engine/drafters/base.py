@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nibble.engine.request import Batch, Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftTask:
     """A request that may be drafted for."""
 

@@ -30,14 +30,43 @@ WIDEST_DIM = 128
 FIXED_COLUMNS = 16
 """Most of them over fixed splits."""
 MAX_BATCH = 2048
-MAX_ROWS = 1 << 20
-"""Most query rows of a batch, including those that only pad a KV head's columns."""
+MAX_HEADS = 1 << 17
+"""Most KV heads of all requests of a batch."""
 MERGE_BLOCKS = 8
 """Blocks whose partial results are merged at once, if there are more. MERGE_BLOCKS of decode.cu."""
 RESERVED = 1024 + 256
 """Bytes of a multiprocessor's shared memory that a block cannot have, plus those that the kernel declares."""
 _TYPES = (*[POINTER] * 14, FLOAT, FLOAT, *[INT] * 7)
 _FIXED_TYPES = (*[POINTER] * 12, FLOAT, *[INT] * 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a block works: what its warps have in registers and shared memory."""
+
+    tokens: int
+    """Tokens of a tile."""
+    warps: int
+    """Warps of a block."""
+    queries_in_registers: bool
+    """Whether a warp's queries are there, and not in shared memory."""
+
+    def warp_bytes(self, key: Format, value: Format, dim: int, columns: int) -> int:
+        """Return the shared memory of a warp: a tile of keys and values, or what it leaves there, and two barriers.
+
+        Of queries that are not in registers, these too.
+
+        Args:
+            key: The format of keys.
+            value: The format of values.
+            dim: Values of a head.
+            columns: Query rows of a KV head, one of WIDTHS.
+
+        Returns:
+            Bytes.
+        """
+        tile = max(self.tokens * (key.token_bytes(dim) + value.token_bytes(dim)), columns * (4 * dim + 8))
+        return tile + 16 + (0 if self.queries_in_registers else 2 * columns * dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +78,7 @@ class Variant:
     value: Format
     columns: int
     """Query rows of a KV head: one of WIDTHS."""
-    tokens: int
-    """Tokens of a tile."""
-    warps: int
-    """Warps of a block."""
+    tiling: Tiling
     page: int
     bf16: bool
     softcap: bool
@@ -69,8 +95,9 @@ class Variant:
             "K_FORMAT": self.key.name,
             "V_FORMAT": self.value.name,
             "COLUMNS": self.columns,
-            "TILE": self.tokens,
-            "WARPS": self.warps,
+            "TILE": self.tiling.tokens,
+            "WARPS": self.tiling.warps,
+            "QUERIES_IN_REGISTERS": int(self.tiling.queries_in_registers),
             "PAGE": self.page,
             "Q_BF16": int(self.bf16),
             "SOFTCAP": int(self.softcap),
@@ -80,7 +107,8 @@ class Variant:
 
     def shared_bytes(self, batch: int) -> int:
         """Return the dynamic shared memory for a batch: tiles and barriers of all warps, and sums of tiles."""
-        return self.warps * warp_bytes(self.key, self.value, self.dim, self.columns) + 4 * (batch + 1)
+        of_warp = self.tiling.warp_bytes(self.key, self.value, self.dim, self.columns)
+        return self.tiling.warps * of_warp + 4 * (batch + 1)
 
 
 def most_columns(dim: int) -> int:
@@ -93,39 +121,14 @@ def columns_of(batch: AttentionBatch, heads: int, kv_heads: int) -> int:
     return max(batch.query_lens) * heads // kv_heads
 
 
-def tokens_of_tile(key: Format, columns: int = 8) -> int:
-    """Return the tokens of a tile: few where values are large, so that short contexts spread more evenly.
+def tiling_of(
+    key: Format, value: Format, dim: int, columns: int, shared: int, *, is_fixed: bool = False
+) -> Tiling:
+    """Return the tiling for a call: as many warps as registers and shared memory allow.
 
-    Of many columns too: their scores are in registers.
-    """
-    return 32 if key.bits == 16 or columns > WIDTHS[-2] else 64
-
-
-def warp_bytes(key: Format, value: Format, dim: int, columns: int) -> int:
-    """Return the shared memory of a warp: a tile of keys and values, or what it leaves there, and two barriers.
-
-    Of more columns than registers have room for, queries too.
-
-    Args:
-        key: The format of keys.
-        value: The format of values.
-        dim: Values of a head.
-        columns: Query rows of a KV head, one of WIDTHS.
-
-    Returns:
-        Bytes.
-    """
-    tile = tokens_of_tile(key, columns) * (key.token_bytes(dim) + value.token_bytes(dim))
-    if columns <= WIDTHS[-2]:
-        return tile + 16
-    return max(tile, columns * (4 * dim + 8)) + 2 * columns * dim + 16
-
-
-def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
-    """Return the warps of a block: as many as registers and shared memory allow.
-
-    Few are enough where values need no decoding, and only bytes count. Measured on an H200: a second tile in flight for
-    each warp costs more than it brings, as it takes L1 cache or warps away.
+    Tiles are small where values are large, so that short contexts spread more evenly, and where columns are many, as
+    their scores are in registers. Few warps are enough where values need no decoding, and only bytes count. Measured on
+    an H200: a second tile in flight for each warp costs more than it brings, as it takes L1 cache or warps away.
 
     Args:
         key: The format of keys.
@@ -133,12 +136,23 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
         dim: Values of a head.
         columns: Query rows of a KV head, one of WIDTHS.
         shared: Bytes of shared memory that a block can have.
+        is_fixed: For decode_fixed.cu, whose tiles do not depend on the columns.
     """
+    in_registers, tokens, most = columns <= WIDTHS[1], 64, 8 if dim * columns > 1024 else 12
+    if key.bits == 16:
+        tokens, most = 32, 1024 // dim
+    elif columns > WIDTHS[1]:
+        tokens = 32
+    elif most == 8 and dim <= WIDEST_DIM and not is_fixed:
+        # 12 warps, which have room for half a tile's scores and no queries, hide more latency than 8 that have both.
+        in_registers, tokens, most = False, 32, 12
     # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
-    most = 1024 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
-    tile = warp_bytes(key, value, dim, columns)
-    return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= available), 1)
+    for warps in (12, 8, 6, 4, 2):
+        found = Tiling(tokens, warps, in_registers)
+        if warps <= most and warps * found.warp_bytes(key, value, dim, columns) <= available:
+            return found
+    return Tiling(tokens, 1, in_registers)
 
 
 @cache
@@ -170,8 +184,8 @@ def variant_of(
     """
     key, value = FORMATS[k_format], FORMATS[v_format]
     wide = next(width for width in WIDTHS if width >= columns)
-    warps = warps_of_block(key, value, dim, wide, shared)
-    return Variant(dim, key, value, wide, tokens_of_tile(key, wide), warps, page, bf16, softcap, lse, join)
+    tiling = tiling_of(key, value, dim, wide, shared)
+    return Variant(dim, key, value, wide, tiling, page, bf16, softcap, lse, join)
 
 
 @cache
@@ -186,15 +200,15 @@ class Decode:
         """Allocate the counters of merges for a CUDA device."""
         self.gpu, self.device = gpu_of(device), device
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
-        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS) * WIDTHS[-1]
+        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS)
         # The kernel leaves all counters at zero.
-        self._counters = torch.zeros(MAX_ROWS + first_round, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(MAX_HEADS + first_round, dtype=torch.int32, device=device)
 
     def _workspace(self, variant: Variant) -> Tensor:
         """Return the workspace: a partial result of each warp and two of each block (O, maximum and sum of columns)."""
-        key = variant.warps, variant.columns, variant.dim
+        key = variant.tiling.warps, variant.columns, variant.dim
         if key not in self._workspaces:
-            rows = self.gpu.processors * (variant.warps + 2) * variant.columns
+            rows = self.gpu.processors * (variant.tiling.warps + 2) * variant.columns
             self._workspaces[key] = torch.empty(rows, variant.dim + 2, device=self.device)
         return self._workspaces[key]
 
@@ -268,7 +282,7 @@ class Decode:
             k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory,
             lse_TH is not None, bool(join),
         )  # fmt: skip
-        if requests > MAX_BATCH or requests * k.heads * variant.columns > MAX_ROWS:
+        if requests > MAX_BATCH or requests * k.heads > MAX_HEADS:
             raise BackendError(
                 f"a batch of {requests} requests x {k.heads} KV heads is more than the kernel can count"
             )
@@ -287,7 +301,7 @@ class Decode:
         kernel = _kernel(variant, self.gpu.arch, self.device.index or 0)
         types = _TYPES + (POINTER,) * len(others)
         kernel.launch(
-            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), types, arguments,
+            self.gpu.processors, 32 * variant.tiling.warps, variant.shared_bytes(requests), types, arguments,
             starts_early=self.gpu.arch >= SM90,
         )  # fmt: skip
         return out_THD
@@ -314,7 +328,8 @@ class FixedDecode:
         if k.dim not in HEAD_DIMS or k.page_size not in PAGE_SIZES:
             return None
         key, value = FORMATS[k.format.name], FORMATS[v.format.name]
-        return cls(key, value, k.dim, k.page_size, gpu, tokens_of_tile(key))
+        tile = tiling_of(key, value, k.dim, WIDTHS[0], gpu.memory, is_fixed=True).tokens
+        return cls(key, value, k.dim, k.page_size, gpu, tile)
 
     def serves(self, q_THD: Tensor, k: Paged, batch: AttentionBatch, params: AttentionParams) -> bool:
         """Return whether the kernel serves these queries."""
@@ -344,8 +359,8 @@ class FixedDecode:
         """
         (rows, heads, _), queries = q_THD.shape, max(batch.query_lens)
         wide, bf16 = 8 if queries * heads // k.heads <= 8 else 16, q_THD.dtype is torch.bfloat16
-        warps = warps_of_block(self.key, self.value, self.dim, wide, self.gpu.memory)
-        variant = Variant(self.dim, self.key, self.value, wide, self.tile, warps, self.page, bf16, False)
+        tiling = tiling_of(self.key, self.value, self.dim, wide, self.gpu.memory, is_fixed=True)
+        variant = Variant(self.dim, self.key, self.value, wide, tiling, self.page, bf16, False)
         pointers = (
             q_THD, *parts, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
             None if queries == 1 else batch.cu_seqlens_q_B1, batch.page_table_BN, k.scale, v.scale,
@@ -356,7 +371,7 @@ class FixedDecode:
         per_head = (int(pages.scale.dim() > 0) for pages in (k, v))
         kernel = _fixed_kernel(variant, size, self.gpu.arch, q_THD.device.index or 0)
         kernel.launch(
-            self.gpu.processors, 32 * warps, variant.shared_bytes(requests), _FIXED_TYPES,
+            self.gpu.processors, 32 * tiling.warps, variant.shared_bytes(requests), _FIXED_TYPES,
             (*addresses, params.scale, *sizes, *per_head),
         )  # fmt: skip
 

@@ -11,6 +11,7 @@
 //   SOFTCAP                 1: scores are capped
 //   LSE                     1: the log-sum-exp is stored too, and values in float32
 //   JOIN                    1: attention over other keys is merged into the output
+//   QUERIES_IN_REGISTERS    1: a warp's queries are in registers; 0: in shared memory
 //   PAGE                    slots of a page: 16, 32, 64 or 128
 // Kernel: decode(...), a grid of one block per multiprocessor, 32 * WARPS threads, dynamic shared memory as
 // cuda.py says.
@@ -52,6 +53,41 @@ constexpr int WARP_BYTES = TILE_BYTES + Queries::BYTES;
 // Partial results of more blocks than these are merged in two rounds: of each eight blocks, and then of the
 // eights.
 constexpr int MERGE_BLOCKS = 8;
+
+// A (request, head), and its tiles in the line of all.
+struct Head {
+  int request, head, start, stop;
+
+  DEVICE Head(const Batch& batch, int batch_size, int position) {
+    TileCursor it;
+    it.seek(batch, batch_size, position);
+    request = it.request;
+    head = it.head;
+    start = position - it.tile;
+    stop = start + it.num_tiles;
+  }
+};
+
+// The blocks that have a (request, head), and whose parts are merged in the first round of blocks or the second.
+struct Members {
+  bool of_eight, of_eights;
+  int first_block, first, count;
+
+  DEVICE Members(const Head& it, const EvenSplit& blocks, bool is_first_round) {
+    const int last_block = blocks.owner(it.stop - 1), eight = blockIdx.x / MERGE_BLOCKS;
+    first_block = blocks.owner(it.start);
+    const int first_eight = first_block / MERGE_BLOCKS;
+    const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
+    of_eight = two_rounds && is_first_round;
+    of_eights = two_rounds && !is_first_round;
+    first = of_eight    ? max(first_block, eight * MERGE_BLOCKS)
+            : of_eights ? first_eight * MERGE_BLOCKS
+                        : first_block;
+    count = of_eight    ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
+            : of_eights ? last_block / MERGE_BLOCKS - first_eight + 1
+                        : last_block - first_block + 1;
+  }
+};
 
 // Requests of no tokens have outputs of zeros, or what they have from other keys. thread: threadIdx.x, which is read in the kernel, as its
 // launch bounds tell the compiler there how large it can be.
@@ -231,63 +267,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   clear_empty_requests(batch, output, batch_size, threadIdx.x);
 
   // --- merge
-  // What several warps have of a (request, head) is merged here, each column by one warp. What several blocks
-  // have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
-  // their last, and then what those have left. Two such (request, head)s at most have partial results of the
-  // same eight blocks: one that begins there, and one that does not.
+  // What several warps have of a (request, head) is merged first, each column by one warp, and then what several
+  // blocks have, by the block that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by their last,
+  // and then what those have left. Two such (request, head)s at most have partial results of the same eight blocks: one
+  // that begins there, and one that does not.
+  //
+  // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost more than
+  // the loop. One thread counts, between barriers: a fence of each warp takes longer.
   int* const eight_counters = counters;
-  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
-  __syncthreads();
-  for (int position = block_begin, turn = 0; position < block_end;) {
-    TileCursor segment;
-    segment.seek(batch, batch_size, position);
-    const int start = position - segment.tile, stop = start + segment.num_tiles;  // of the (request, head)
-    const int begin = max(start, block_begin), end = min(stop, block_end);        // what the block has of it
-    const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
-    const bool is_all = start >= block_begin && stop <= block_end;
-    const int columns = batch.num_queries(segment.request) * group_size;
-    const int first_row = batch.first_row(segment.request);
-    u8* const own_partial =
-        is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
-    // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
-    const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
-    for (int column = 0; column < columns && !(is_all && first_warp == last_warp); column++) {
-      if (turn++ % WARPS != warp) continue;
-      Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
-                    last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
-      u8* to = own_partial;
-      // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost
-      // more than the loop.
+  counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS);
+  __shared__ int is_last[2];
+  // Bits, of what is shared with other blocks: 1 for the (request, head) that begins before the block, 2 for the one
+  // that begins in it.
+  int waiting = 0;
 #pragma unroll 1
-      for (bool of_eight = true;; of_eight = false) {
-        merge_partials(from, to, output, first_row, segment.head, column, lane);
-        if (!to) break;
-        const int first_block = blocks.owner(start), last_block = blocks.owner(stop - 1);
-        const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
-        const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
-        of_eight &= two_rounds;
-        const int first = of_eight     ? max(first_block, eight * MERGE_BLOCKS)
-                          : two_rounds ? first_eight * MERGE_BLOCKS
-                                       : first_block;
-        const int members = of_eight ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
-                            : two_rounds ? last_block / MERGE_BLOCKS - first_eight + 1
-                                         : last_block - first_block + 1;
-        int* counter = of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
-                                : counters + (segment.request * kv_heads + segment.head) * COLUMNS;
-        int is_last = 0;
-        __threadfence();  // the partial result is visible before it is counted
-        __syncwarp();
-        if (lane == 0 && (is_last = atomicAdd(counter + column, 1) == members - 1)) counter[column] = 0;
-        if (!__shfl_sync(ALL_LANES, is_last, 0)) break;
+  for (int round = 0; round == 0 || waiting; round++) {
+    __syncthreads();
+    if (round > 0) {
+      const int side = threadIdx.x;
+      if (side < 2 && (waiting >> side & 1)) {
+        const Head it(batch, batch_size, side ? block_end - 1 : block_begin);
+        const Members those(it, blocks, round == 1);
+        const int eight = blockIdx.x / MERGE_BLOCKS;
+        int* const counter = those.of_eight
+                                 ? eight_counters + 2 * eight + (eight == those.first_block / MERGE_BLOCKS)
+                                 : counters + it.request * kv_heads + it.head;
+        __threadfence();  // the partial results are visible before they are counted
+        is_last[side] = atomicAdd(counter, 1) == those.count - 1;
+        if (is_last[side]) *counter = 0;
         __threadfence();  // and those of others are read after they were counted
-        u8* const of_first_block = block_partials + (2 * first_block + 1) * PARTIAL_BYTES;
-        u8* const of_others = block_partials + 2 * first * PARTIAL_BYTES;
-        const bool with_first_block = !of_eight || first == first_block;
-        from = {of_others, of_first_block, 2 * (two_rounds && !of_eight ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
-                with_first_block ? 0 : -1, members};
-        to = !of_eight ? nullptr : with_first_block ? of_first_block : of_others;
       }
+      __syncthreads();
     }
-    position = end;
+    for (int position = block_begin, turn = 0; position < block_end;) {
+      const Head it(batch, batch_size, position);
+      const int begin = max(it.start, block_begin), end = min(it.stop, block_end);  // what the block has of it
+      const int side = it.start >= block_begin;
+      const bool is_shared = it.start < block_begin || it.stop > block_end;
+      Partials from;
+      u8* to;
+      bool merges;
+      if (round == 0) {
+        const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
+        // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
+        const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
+        from = {smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
+                last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
+        to = is_shared ? block_partials + (2 * blockIdx.x + side) * PARTIAL_BYTES : nullptr;
+        merges = is_shared || first_warp != last_warp;
+        waiting |= is_shared << side;
+      } else {
+        const Members those(it, blocks, round == 1);
+        const bool has_first_block = those.of_eights || those.first == those.first_block;
+        u8* const of_first_block = block_partials + (2 * those.first_block + 1) * PARTIAL_BYTES;
+        u8* const of_others = block_partials + 2 * those.first * PARTIAL_BYTES;
+        from = {of_others, of_first_block, 2 * (those.of_eights ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
+                has_first_block ? 0 : -1, those.count};
+        to = !those.of_eight ? nullptr : has_first_block ? of_first_block : of_others;
+        merges = is_shared && (waiting >> side & 1) && is_last[side];
+        if (is_shared && !(merges && those.of_eight)) waiting &= ~(1 << side);
+      }
+      const int columns = merges ? batch.num_queries(it.request) * group_size : 0, first_row = batch.first_row(it.request);
+      for (int column = 0; column < columns; column++) {
+        if (turn++ % WARPS == warp) merge_partials(from, to, output, first_row, it.head, column, lane);
+      }
+      position = round == 0 ? end : max(end, block_end - 1);
+    }
   }
 }

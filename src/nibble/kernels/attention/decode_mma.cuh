@@ -87,7 +87,7 @@ DEVICE void decode_key_word(const KeyRow& row, int word, u32* pairs) {
 // Operand B of the scores, a lane's part of it: in registers, or, of more than 16 columns, in shared memory of the warp.
 // Each lane reads what it wrote itself.
 struct Queries {
-  static constexpr bool IN_REGISTERS = COLUMNS <= 16;
+  static constexpr bool IN_REGISTERS = QUERIES_IN_REGISTERS;
   static constexpr int BYTES = IN_REGISTERS ? 0 : COLUMNS * D * 2;
   u32 pairs[IN_REGISTERS ? COLUMN_GROUPS : 1][IN_REGISTERS ? STEPS : 1][2];
   uint2* own;

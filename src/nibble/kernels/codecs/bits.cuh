@@ -13,12 +13,21 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;
 
 // ---- launches -----------------------------------------------------------------------------------------
-// Waits until what the kernels in front wrote can be read, and lets the next kernel start: dependent_launch.py.
-DEVICE void wait_for_inputs() {
+// See dependent_launch.py. Waits until the kernels in front have ended and what they wrote can be read.
+DEVICE void wait_for_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Lets the next kernel start, once a thread of each block has called it.
+DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_inputs() { wait_for_kernel(), start_next(); }
 
 // ---- arithmetic ---------------------------------------------------------------------------------------
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }

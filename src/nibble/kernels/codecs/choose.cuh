@@ -56,3 +56,11 @@ DEVICE Choice choose(Logits logit_of, int experts, int top_k, int is_normalized)
   sum = sum_of_lanes(is_normalized ? share : sum);
   return {int(0xFFFF - (mine & 0xFFFF)), share / sum};
 }
+
+// The same; has_shared: behind the experts is one that all tokens have, with the sigmoid of its logit for a weight.
+template <int VALUES, typename Logits>
+DEVICE Choice choose_all(Logits logit_of, int experts, int top_k, int is_normalized, int has_shared) {
+  const Choice choice = choose<VALUES>(logit_of, experts, top_k, is_normalized);
+  if (!has_shared || (threadIdx.x & 31) != top_k) return choice;
+  return {experts, 1 / (1 + __expf(-__uint_as_float(logit_of(experts) << 16)))};
+}

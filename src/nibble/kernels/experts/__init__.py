@@ -7,7 +7,8 @@ waits for the device. Matrices that are kept packed (matrices.py) have kernels o
 definition multiplies.
 
 layer() is both products with what stands between and behind them, where the gate is one that kernels know (gate.py): a
-few tokens take two launches or three.
+few tokens take two launches or three. routed_layer() has the router in front, too: a single token's kernels read logits
+and gated outputs while they are written, so that none waits for the one in front to end.
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nibble.kernels import invariant, triton_present
+from nibble.kernels import invariant, router, triton_present
 from nibble.kernels.experts import cuda, naive
 from nibble.kernels.experts.gate import Gate
 from nibble.kernels.experts.gate import gated as naive_gated
@@ -94,19 +95,42 @@ def layer(
     Returns:
         [T, I] in the dtype of x.
     """
-    matrices = [part for weight, bias in (up, down) for part in (*_parts(weight), bias)]
-    facts = [_facts(weight) for weight, _ in (up, down)]
-    y_TI: Tensor = torch.ops.nibble.experts_layer(
-        x_TI,
-        experts_TK,
-        weights_TK,
-        *matrices,
-        *facts,
-        gate.kind,
-        gate.limit,
-        gate.factor,
+    y_TI: Tensor = torch.ops.nibble.experts_layer(x_TI, experts_TK, weights_TK, *_operands(up, down, gate))
+    return y_TI
+
+
+def routed_layer(
+    x_TI: Tensor, router: tuple[Tensor, Tensor | None], up: tuple[Tensor | Packed, Tensor | None],
+    down: tuple[Tensor | Packed, Tensor | None], gate: Gate, *, top_k: int, is_normalized: bool,
+    has_shared: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute a layer of experts for the choices of a router.
+
+    Args:
+        x_TI: Tokens.
+        router: The router's matrix and bias.
+        up: See layer(), as for down and gate.
+        down: See there.
+        gate: See there.
+        top_k: See kernels/router, as for what follows.
+        is_normalized: See there.
+        has_shared: See there.
+
+    Returns:
+        [T, I] in the dtype of x.
+    """
+    y_TI: Tensor = torch.ops.nibble.experts_routed_layer(
+        x_TI, *router, top_k, is_normalized, has_shared, *_operands(up, down, gate)
     )
     return y_TI
+
+
+def _operands(
+    up: tuple[Tensor | Packed, Tensor | None], down: tuple[Tensor | Packed, Tensor | None], gate: Gate
+) -> tuple[Any, ...]:
+    """Return what operators are given of matrices and a gate."""
+    matrices = [part for weight, bias in (up, down) for part in (*_parts(weight), bias)]
+    return (*matrices, *(_facts(weight) for weight, _ in (up, down)), gate.kind, gate.limit, gate.factor)
 
 
 def _parts(weight: Tensor | Packed) -> tuple[Tensor | None, ...]:
@@ -158,10 +182,10 @@ def _layer(
     down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
-    if first and second and _is_few(x, experts, up) and cuda.serves(x, experts, first, up_bias):
+    if first and second and _is_few(x, experts, up) and cuda.serves(x, _choices(experts), first, up_bias):
         y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate)
-        if cuda.serves(y_SN, experts, second, down_bias):
-            if cuda.combines(experts, x):
+        if cuda.serves(y_SN, _choices(experts), second, down_bias):
+            if cuda.combines(_choices(experts), x):
                 return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
             y_SN = cuda.few_product(y_SN, experts, second, down_bias)
             return _combined(y_SN, None, experts, weights, second.shape[0])
@@ -175,6 +199,34 @@ def _layer(
     y_SN, places_S = _up(x, experts, up_bias, up)
     y_SN = _down(_gated(y_SN, gate), experts, down_bias, down)
     return _combined(y_SN, places_S, experts, weights, down.shape[0])
+
+
+def _routed_layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, choice: tuple[int, bool, bool], up: Tensor | PackedExperts,
+    up_bias: Tensor | None, down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
+) -> Tensor:  # fmt: skip
+    first, second = (cuda.matrices_of(matrices, len(x)) for matrices in (up, down))
+    chosen = len(x), choice[0] + choice[2]
+    if (
+        first
+        and second
+        and cuda.routes(x, weight, chosen, first, second)
+        and cuda.serves(x, chosen, first, up_bias)
+        and cuda.serves(x.expand(chosen[1], -1), chosen, second, down_bias)
+    ):
+        weights = x.new_empty(chosen)
+        experts = torch.empty(chosen, dtype=torch.int64, device=x.device)
+        # Each launch is just behind the one whose values it reads.
+        routing = cuda.Routing(router.cuda.logits_of_token(x, weight, bias), *choice[1:], weights)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing)
+        return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights, is_routed=True)
+    _, weights, experts = torch.ops.nibble.route(x, weight, bias, *choice)
+    return _layer(x, experts, weights, up, up_bias, down, down_bias, gate)
+
+
+def _choices(experts: Tensor) -> tuple[int, int]:
+    tokens, top_k = experts.shape
+    return tokens, top_k
 
 
 def _gated(y_SN: Tensor, gate: Gate) -> Tensor:
@@ -219,7 +271,7 @@ def _few(
     x: Tensor, experts: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, places_S: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Multiply rows in the order of choices."""
-    if isinstance(weight, PackedExperts) and cuda.serves(x, experts, weight, bias):
+    if isinstance(weight, PackedExperts) and cuda.serves(x, _choices(experts), weight, bias):
         return cuda.few_product(x, experts, weight, bias, places_S=places_S)
     if _has_kernels(x):
         from nibble.kernels.experts.triton import few_product
@@ -272,12 +324,20 @@ def _packed_down(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) 
     return _down(x, experts, bias, _packed(*weight))
 
 
-def _experts_layer(x: Tensor, experts: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
-    up, down = (
-        _joined(arguments[:3], arguments[8]),
-        _joined(arguments[4:7], arguments[9]),
-    )
-    return _layer(x, experts, weights, up, arguments[3], down, arguments[7], Gate(*arguments[10:]))
+def _experts_layer(x: Tensor, experts: Tensor, weights: Tensor, *operands: Any) -> Tensor:
+    return _layer(x, experts, weights, *_layer_arguments(operands))
+
+
+def _experts_routed_layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, is_normalized: bool, has_shared: bool, *operands: Any
+) -> Tensor:  # fmt: skip
+    return _routed_layer(x, weight, bias, (top_k, is_normalized, has_shared), *_layer_arguments(operands))
+
+
+def _layer_arguments(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return matrices, biases and gate of _operands()."""
+    up, down = _joined(operands[:3], operands[8]), _joined(operands[4:7], operands[9])
+    return up, operands[3], down, operands[7], Gate(*operands[10:])
 
 
 def _joined(parts: tuple[Any, ...], facts: str) -> Tensor | PackedExperts:
@@ -312,12 +372,20 @@ _MATRICES = ", ".join(
 )
 _MATRICES = f"{_MATRICES}, str up_facts, str down_facts, str gate, float limit, float factor"
 _LAYER_ARGUMENTS = f"Tensor x, Tensor experts, Tensor weights, {_MATRICES}"
+_ROUTER = "Tensor router, Tensor? router_bias, int top_k, bool is_normalized, bool has_shared"
 for _name, _arguments, _result, _implement, _shape in (
     ("experts_up", _ARGUMENTS, "(Tensor, Tensor)", _up, _up_shape),
     ("experts_down", _ARGUMENTS, "Tensor", _down, _down_shape),
     ("packed_experts_up", _PACKED_ARGUMENTS, "(Tensor, Tensor)", _packed_up, _up_shape),
     ("packed_experts_down", _PACKED_ARGUMENTS, "Tensor", _packed_down, _down_shape),
     ("experts_layer", _LAYER_ARGUMENTS, "Tensor", _experts_layer, _layer_shape),
+    (
+        "experts_routed_layer",
+        f"Tensor x, {_ROUTER}, {_MATRICES}",
+        "Tensor",
+        _experts_routed_layer,
+        _layer_shape,
+    ),
 ):
     _library.define(f"{_name}({_arguments}) -> {_result}")
     _library.impl(_name, _implement, "CompositeExplicitAutograd")

@@ -7,6 +7,7 @@ up the one, codes of the next are on their way.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from nibble.kernels import SM90, cdiv, gpu_of, import_problem
 from nibble.kernels.experts.gate import CLAMPED, SILU, Gate
 from nibble.kernels.experts.matrices import PackedExperts
+from nibble.kernels.router import cuda as router
 from nibble.kernels.weight_formats import WeightFormat
 
 SOURCE = Path(__file__).with_name("few.cu")
@@ -32,11 +34,15 @@ WARPS = 4
 """Of a block."""
 ROWS, BLOCKS = (32, 64), (5, 3)
 """Outputs that a block multiplies at a time, and blocks of a processor."""
+MOST_STAGES = 6, 4
+"""Steps that are copied at a time for a single token, at most, by the first product and the second."""
 RESERVED = 1 << 10
 """Bytes of shared memory that a block takes beside what it asks for, at most."""
 LANES = 4
 """Lanes among which a step's inputs are split, 16 bytes of codes each."""
 GATES = {"": 0, SILU: 1, CLAMPED: 2}
+MOST_ROUTED = 1024
+"""Experts among which a kernel chooses by itself, at most."""
 MOST_COMBINED = 8
 """Choices of a single token whose outputs blocks of a cluster sum up, at most."""
 PLAIN = WeightFormat("bfloat16")
@@ -54,8 +60,8 @@ def matrices_of(weight: Tensor | PackedExperts, tokens: int) -> PackedExperts | 
     return PackedExperts(PLAIN, weight.view(torch.int16), weight, weight.dtype)
 
 
-def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
-    """Return whether the kernel multiplies rows with matrices."""
+def serves(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
+    """Return whether the kernel multiplies rows with matrices, for so many tokens and choices of each."""
     if not x.is_cuda or not _has_driver():
         return False
     format, gpu, (experts, outputs, inputs) = (
@@ -63,7 +69,7 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
         gpu_of(x.device),
         matrices.shape,
     )
-    tile = _tile(x, experts_TK, matrices)
+    tile = _tile(x, chosen, matrices)
     return (
         gpu.arch >= FIRST_ARCH
         and x.dtype == matrices.dtype == torch.bfloat16
@@ -73,7 +79,7 @@ def serves(x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tens
         and outputs % tile.rows == 0
         and shared_bytes(
             Use(format, (outputs, inputs), tile, is_one=True),
-            experts_TK.numel(),
+            math.prod(chosen),
             experts,
         )
         + RESERVED
@@ -130,6 +136,23 @@ class Use:
     """Whether blocks have one row of x, of a single token."""
     combine: int = 0
     """Choices whose outputs are summed up; 0 where they are not."""
+    routed: int = 0
+    """Experts among which the kernel chooses by logits; 0 where choices are given."""
+    is_early: bool = False
+    """Whether the kernel in front writes x at the time, which is one that chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """By what a kernel chooses a single token's experts."""
+
+    logits_1E: Tensor
+    """From router.cuda.logits_of_token(), just in front."""
+    is_normalized: bool
+    has_shared: bool
+    """See kernels/router."""
+    weights_1K: Tensor
+    """It receives the weights of the experts that are chosen, as experts_TK these."""
 
 
 def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bool) -> Tile:
@@ -143,27 +166,38 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
     """
     (experts, outputs, inputs), bits = matrices.shape, matrices.format.bits
     if tokens == 1:
-        # All that a warp reads is on its way at a time.
-        steps = cdiv(cdiv(inputs * bits, LANES * 128), WARPS)
-        return Tile(
-            ROWS[0],
-            COLUMNS[0],
-            4 if is_second else 3,
-            min(steps + 1, 4 if is_second else 6),
-        )
+        # All that a warp reads is on its way at a time; where blocks have one tile each, there is nothing behind it.
+        steps, is_only = cdiv(cdiv(inputs * bits, LANES * 128), WARPS), is_second and choices <= MOST_COMBINED
+        most = MOST_STAGES[is_second]
+        stages = max(steps, 2) if is_only and steps <= most else min(steps + 1, most)
+        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, stages)
     is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
 
-def _tile(x: Tensor, experts_TK: Tensor, matrices: PackedExperts) -> Tile:
-    tokens = len(experts_TK)
-    return tile_of(matrices, tokens, experts_TK.numel(), is_second=len(x) != tokens)
+def _tile(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts) -> Tile:
+    return tile_of(matrices, chosen[0], math.prod(chosen), is_second=len(x) != chosen[0])
 
 
-def combines(experts_TK: Tensor, x: Tensor) -> bool:
+def combines(chosen: tuple[int, int], x: Tensor) -> bool:
     """Return whether few_product() weights and sums up the outputs of a single token's experts."""
-    tokens, top_k = experts_TK.shape
+    tokens, top_k = chosen
     return tokens == 1 and top_k <= MOST_COMBINED and gpu_of(x.device).arch == SM90
+
+
+def routes(
+    x: Tensor, router_EI: Tensor, chosen: tuple[int, int], up: PackedExperts, down: PackedExperts
+) -> bool:
+    """Return whether few_product() chooses the experts of a single token by itself, from a router's matrix on."""
+    experts = len(router_EI)
+    return (
+        x.is_cuda
+        and combines(chosen, x)
+        and x.dtype == router_EI.dtype
+        and experts <= MOST_ROUTED
+        and experts == up.shape[0] == down.shape[0]
+        and router.serves(router_EI, chosen[1])
+    )
 
 
 def shared_bytes(use: Use, choices: int, experts: int) -> int:
@@ -187,7 +221,7 @@ def macros(use: Use) -> dict[str, int]:
         "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group,
         "OUTPUTS": use.shape[0], "INPUTS": use.shape[1], "COLUMNS": tile.columns,
         "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
-        "COMBINE": use.combine,
+        "COMBINE": use.combine, "ROUTED": use.routed, "EARLY": int(use.is_early),
     }  # fmt: skip
 
 
@@ -201,7 +235,7 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Tile | None = None, routing: Routing | None = None, is_routed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -215,6 +249,8 @@ def few_product(
         gate: What becomes of outputs, if anything.
         weights_TK: Of a token for which combines() says so: weights of its experts, whose outputs are summed up.
         tile: Another tile than the fastest.
+        routing: Where the kernel chooses experts_TK by itself, in the first product of a token.
+        is_routed: Whether the launch in front was such a product, which gave x; with weights_TK.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -229,21 +265,22 @@ def few_product(
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    is_each, is_early = (
-        len(x) != tokens,
-        len(x) != tokens and experts_TK.is_contiguous(),
-    )
-    tile = tile or _tile(x, experts_TK, matrices)
+    is_each = len(x) != tokens
+    is_early = is_routed or (is_each and experts_TK.is_contiguous())
+    tile = tile or _tile(x, (tokens, top_k), matrices)
     is_one = tokens == 1 and (is_combined or not is_each)
     kind, summed = gate.kind if gate else "", top_k if is_combined else 0
-    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed)
+    among = routing.logits_1E.shape[1] - routing.has_shared if routing else 0
+    use = Use(matrices.format, (outputs, inputs), tile, kind, is_one, summed, among, is_routed)
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
-    tensors = (x, experts_TK.contiguous(), weights_TK, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S)  # fmt: skip
+    logits, weights = (routing.logits_1E, routing.weights_1K) if routing else (None, weights_TK)
+    tensors = (x, experts_TK.contiguous(), weights, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
+               out_SN, places_S, logits)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
     sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
-             int(is_each), int(is_early), int(is_float32))  # fmt: skip
+             int(is_each), int(is_early), int(is_float32), int(routing is not None and routing.is_normalized),
+             int(routing is not None and routing.has_shared))  # fmt: skip
     values = (
         *pointers,
         *sizes,

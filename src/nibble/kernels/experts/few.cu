@@ -10,6 +10,9 @@
 //   ONE      whether all choices are those of a single token, with one row of x for a block
 //   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
 //            and summed up, in order
+//   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
+//            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
+//   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -24,7 +27,9 @@
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments. A lane has the OWN outputs from OWN * g on.
 
 #include "bits.cuh"
+#include "choose.cuh"
 #include "cluster.cuh"
+#include "early.cuh"
 #include "words.cuh"
 
 constexpr int THREADS = 32 * WARPS, TILES = COLUMNS / 8, OWN = ROWS / 8;
@@ -39,9 +44,13 @@ constexpr u32 SCALE_GROUP = OUTPUTS * SCALE_BYTES / OWN;            // bytes of 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
 constexpr int VECTORS = OWN + (IS_PLAIN ? 0 : (GROUPS * SCALE_BYTES + 15) / 16), STAGE_BYTES = VECTORS * 512;
 constexpr int VECTORS_OF_X = PIECE / 8;
+constexpr bool AT_ONCE = COMBINE && (STEPS + WARPS - 1) / WARPS <= STAGES;  // a block copies its only tile as a whole
+constexpr int AHEAD = AT_ONCE ? STAGES : STAGES - 1;                        // steps that are on their way
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
 constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
 constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
+static_assert(!EARLY || ONE, "its row is read at a time");
+static_assert(!ROUTED || RESULTS <= THREADS - 32, "all but the first warp clear them");
 
 // Some choices of an expert.
 struct Share {
@@ -95,10 +104,38 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
   return total;
 }
 
-// The same for a single token.
+// Choose the experts of a single token, by its logits. all: room for them.
+DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalized, int has_shared, Share* shares, int* list,
+                      long long* chosen, u16* weights) {
+  constexpr int MOST = ROUTED + 1, VALUES = (ROUTED + 31) / 32 + !ROUTED;  // of logits, and of a lane's
+  if (threadIdx.x < 32) {
+    const int s = threadIdx.x;
+    u32 own[MOST / 32 + 1];
+    load_early(own, [&](int i) { return s + 32 * i < ROUTED + has_shared ? read_16(logits + s + 32 * i) : 0; });
+#pragma unroll
+    for (int i = 0; i < MOST / 32 + 1; i++) {
+      if (s + 32 * i < MOST) all[s + 32 * i] = own[i];
+    }
+    __syncwarp();
+    auto logit_of = [&](int e) { return all[e]; };
+    const Choice choice = choose_all<VALUES>(logit_of, ROUTED, choices - has_shared, is_normalized, has_shared);
+    if (s < choices) {
+      shares[s] = {choice.expert, s, 1}, list[s] = s;
+      if (blockIdx.x == 0) {
+        chosen[s] = choice.expert, weights[s] = u16(pack_bf16(choice.weight, 0));
+        publish();
+      }
+    }
+  }
+  __syncthreads();
+  return choices;
+}
+
+// The same where experts are given.
 DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
   for (int s = threadIdx.x; s < choices; s += THREADS) {
-    shares[s] = {(int)min(chosen[s], (long long)(experts - 1)), s, chosen[s] < experts}, list[s] = s;
+    const long long expert = EARLY ? read_64(chosen + s) : chosen[s];
+    shares[s] = {(int)min(expert, (long long)(experts - 1)), s, expert < experts}, list[s] = s;
   }
   __syncthreads();
   return choices;
@@ -111,9 +148,11 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 #endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
-    few(const u16* x, const long long* chosen, const void* weights, const u8* codes, const u8* scales,
-        const float* global_scale, const u16* bias, u16* out, long long* places, int choices, int top_k, int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
-        float limit, float factor) {
+    few(const u16* x, long long* chosen, void* weights, const u8* codes, const u8* scales,
+        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
+        int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float, int is_normalized,
+        int has_shared, float limit, float factor) {
+  __shared__ float biases[ROWS];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
@@ -122,14 +161,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   Share* const shares = (Share*)(x_one + (ONE ? INPUTS : 0));
   int* const list = (int*)(shares + choices);
 #if COMBINE
+  __shared__ u64 parts_there;  // in the cluster's first block
+  if (threadIdx.x == 0) expect_stores(&parts_there, COMBINE * ROWS * 4);
   cluster_arrive();
 #endif
-  if (!is_early) wait_for_inputs();
+  if (!is_early && !ROUTED) wait_for_inputs();
+  if (ROUTED && threadIdx.x >= 32) {
+    // Before the next kernel starts, while the first warp chooses.
+    for (int tile = blockIdx.x; tile < choices * NUMBERS; tile += gridDim.x) {
+      if (threadIdx.x - 32 < RESULTS) store_early(out + (u64)tile * RESULTS + threadIdx.x - 32, EMPTY);
+    }
+    publish();
+  }
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
-  const int share_count = choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
-                                           : share_out(chosen, choices, experts, shares, list, list + choices);
+  const int share_count =
+      ROUTED ? choose_out(logits, (u32*)smem, choices, is_normalized, has_shared, shares, list, chosen, (u16*)weights)
+      : ONE || choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
+                         : share_out(chosen, choices, experts, shares, list, list + choices);
   const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
 
@@ -175,18 +225,43 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   Cursor ahead_at{(int)blockIdx.x, begin};
   enter(ahead_at);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
+  for (int i = 0; i < AHEAD; i++) {
     if (works && ahead_at.tile < stop) copy(ahead_at, stages + i * STAGE_BYTES), advance(ahead_at);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  if (is_early) wait_for_inputs();
+  if (is_early && !EARLY) wait_for_inputs();
+#if COMBINE
+  const int rank = blockIdx.x % COMBINE;
+  // Bits, which are converted where they are needed, so that nothing waits for them here.
+  const u32 weight = EARLY      ? read_16((const u16*)weights + rank)
+                     : is_float ? ((const u32*)weights)[rank]
+                                : ((const u16*)weights)[rank];
+#endif
   if (ONE) {
+    constexpr int MOST = ((STEPS + WARPS - 1) / WARPS * 4 * PIECE + 255) / 256;  // vectors of a lane
     const u16* const row = x + (u64)(COMBINE ? blockIdx.x % (COMBINE ? COMBINE : 1) : 0) * x_stride;
-    for (int i = begin * 4 * PIECE + lane * 8; i < min(end * 4 * PIECE, INPUTS); i += 256) {
-      *(uint4*)(x_one + i) = *(const uint4*)(row + i);
+    const int first = begin * 4 * PIECE + lane * 8, behind = min(end * 4 * PIECE, INPUTS);
+    uint4 own[MOST];
+    auto load = [&](int i) {
+      const u16* const from = row + first + i * 256;
+      if (first + i * 256 >= behind) return make_uint4(0, 0, 0, 0);
+      return EARLY || ROUTED ? read_128(from) : *(const uint4*)from;
+    };
+    if (EARLY) load_early(own, load);
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (!EARLY) own[i] = load(i);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (first + i * 256 < behind) *(uint4*)(x_one + first + i * 256) = own[i];
     }
     __syncwarp();
   }
+  // Its codes are on their way; what writes logits has little left to do.
+  if (ROUTED) wait_for_inputs();
+  // The next kernel waits for this one, and this one, at its end, for that whose values it has read.
+  if (EARLY) start_next();
 
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
@@ -212,11 +287,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       }
     };
     if (works) load_x(begin);
+    // It arrives while codes are multiplied.
+    float own_bias = 0;
+    if (bias && threadIdx.x < ROWS) {
+      own_bias = from_bf16(bias[(u64)share.expert * bias_stride + output_of(number_of(tile), threadIdx.x)]);
+    }
     float acc[OWN / 2][TILES][4] = {};
 #pragma unroll 1
     for (int step = begin; step < end; step++, place = place + 1 == STAGES ? 0 : place + 1) {
-      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-      if (ahead_at.tile < stop) {
+      asm volatile("cp.async.wait_group %0;" :: "n"(AHEAD - 1) : "memory");
+      if (!AT_ONCE && ahead_at.tile < stop) {
         copy(ahead_at, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead_at);
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
@@ -293,6 +373,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
         }
       }
     }
+    if (threadIdx.x < ROWS) biases[threadIdx.x] = own_bias;
     __syncthreads();
 
     // --- write
@@ -300,22 +381,20 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       float sum = 0;
 #pragma unroll
       for (int w = 0; w < HALF; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + at];
-      const int output = output_of(number_of(tile), at);
-      const u64 row = (u64)share.expert * OUTPUTS + output;
+      const u64 row = (u64)share.expert * OUTPUTS + output_of(number_of(tile), at);
       if (!OF_CODES && !IS_PLAIN && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
       sum *= UNDO;
       if (SCALES == 1) sum *= global_scale[row];
-      return bias ? sum + from_bf16(bias[(u64)share.expert * bias_stride + output]) : sum;
+      return sum + biases[at];
     };
 #if COMBINE
-    const int rank = blockIdx.x % COMBINE;
     cluster_wait();  // all blocks have begun
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-      const float weight = is_float ? ((const float*)weights)[rank] : from_bf16(((const u16*)weights)[rank]);
-      const float y = share.count ? value(0, r) * weight : 0;
-      store_in_block(parts + rank * ROWS + r, __float_as_uint(y), 0);
+      const float share_of_sum = __uint_as_float(is_float ? weight : weight << 16);
+      const float y = share.count ? value(0, r) * share_of_sum : 0;
+      store_and_count(parts + rank * ROWS + r, __float_as_uint(y), &parts_there, 0);
     }
-    cluster_arrive(), cluster_wait();
+    if (rank == 0) wait_for_stores(&parts_there);
     for (int r = threadIdx.x; rank == 0 && r < ROWS; r += THREADS) {
       float sum = 0;
       for (int i = 0; i < COMBINE; i++) sum += parts[i * ROWS + r];
@@ -327,8 +406,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       float y = value(token, GATE == 2 ? 2 * r : r);
       if (GATE) y = gated(y, value(token, GATE == 2 ? 2 * r + 1 : r + ROWS / 2), limit, factor);
       const u64 choice = list[share.first + token];
-      out[choice * (NUMBERS * RESULTS) + number_of(tile) * RESULTS + r] = u16(pack_bf16(y, 0));
+      u16* const to = out + choice * (NUMBERS * RESULTS) + number_of(tile) * RESULTS + r;
+      if (ROUTED) store_early(to, u16(pack_bf16(y, 0)));
+      else *to = u16(pack_bf16(y, 0));
     }
 #endif
   }
+  if (EARLY) wait_for_kernel();
 }

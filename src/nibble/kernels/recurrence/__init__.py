@@ -30,6 +30,7 @@ W taps of a convolution, S slots, P places of a block or of a convolution's inpu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -38,7 +39,14 @@ from torch import Tensor
 from nibble.kernels import triton_present
 from nibble.kernels.recurrence import naive
 from nibble.kernels.recurrence.formats import layer_state
-from nibble.kernels.recurrence.types import Convolution, LayerState, StateBatch, StateMetadata
+from nibble.kernels.recurrence.types import (
+    Convolution,
+    LayerState,
+    Projection,
+    Runs,
+    StateBatch,
+    StateMetadata,
+)
 from nibble.kernels.state_formats import BLOCK
 
 if TYPE_CHECKING:
@@ -48,6 +56,8 @@ __all__ = [
     "BLOCK",
     "Convolution",
     "LayerState",
+    "Projection",
+    "Runs",
     "StateBatch",
     "StateMetadata",
     "causal_conv",
@@ -55,6 +65,7 @@ __all__ = [
     "copy_slots",
     "copy_tables",
     "layer_state",
+    "projected_recurrence",
     "recurrence",
     "selective",
 ]
@@ -202,6 +213,42 @@ def conv_recurrence(
             q_TGK, k_TGK = _unit_rows(q_TGK, k_TGK)
         q_TGK, k_TGK, unit = *(x.repeat_interleave(conv.share, 1) for x in (q_TGK, k_TGK)), False
     return recurrence(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, batch, delta=delta, unit=unit)
+
+
+def projected_recurrence(
+    projection: Projection,
+    conv: Convolution,
+    state: LayerState,
+    batch: StateBatch | StateMetadata,
+    *,
+    delta: bool,
+    unit: bool,
+) -> Tensor:
+    """Compute gates, and go on as conv_recurrence(), all of it from a layer's first products.
+
+    Args:
+        projection: The products, and where everything is in them.
+        conv: The convolution; its own inputs are not read.
+        state: As in recurrence(), and so are the following.
+        batch: See there.
+        delta: See there.
+        unit: See there.
+
+    Returns:
+        [T, H, V] in the dtype of the products.
+    """
+    if _has_kernels(batch, projection.x_TW):
+        from nibble.kernels.recurrence import decode, project
+        from nibble.kernels.recurrence.triton import is_one_token
+
+        is_decode = is_one_token(batch) and not batch.invariant
+        if is_decode and decode.convolves(conv, state) and decode.projects(projection, state):
+            return decode.projected_recurrence(projection, conv, state, batch, delta=delta, unit=unit)
+        x_TC, log_decay_TH, beta_TH = project.project(projection, conv, state)
+    else:
+        x_TC, log_decay_TH, beta_TH = naive.project(projection, conv, state)
+    conv = replace(conv, x_TC=x_TC)
+    return conv_recurrence(conv, log_decay_TH, beta_TH, state, batch, delta=delta, unit=unit)
 
 
 def selective(

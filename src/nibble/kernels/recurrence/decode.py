@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nibble.kernels import GPU, cdiv, gpu_of, next_power_of_2, state_formats
 from nibble.kernels.dependent_launch import LINE, launch_options, prefetch, wait_for_inputs
+from nibble.kernels.recurrence.project import RUN_CONSTANTS, gates_of, run_constants, run_place
 from nibble.kernels.recurrence.tiles import (
     BLOCK,
     clear_rows,
@@ -29,7 +30,13 @@ from nibble.kernels.recurrence.tiles import (
     to_codes,
     tokens_of,
 )
-from nibble.kernels.recurrence.types import UNIT_EPSILON, Convolution, LayerState, StateMetadata
+from nibble.kernels.recurrence.types import (
+    UNIT_EPSILON,
+    Convolution,
+    LayerState,
+    Projection,
+    StateMetadata,
+)
 
 MIN_ROWS = 8
 """Fewest rows of a matrix in a program."""
@@ -37,6 +44,8 @@ TILE_BYTES, TILE_VALUES = 16 << 10, 8 << 10
 """Most bytes and values of a matrix in a program."""
 THREAD_VALUES = 32
 """Values of a thread."""
+REGISTERS = 128
+"""Of a thread: two programs of the largest tile share a processor."""
 PROGRAMS = 1
 """Programs of a processor below which each gets fewer rows."""
 
@@ -75,18 +84,18 @@ def _load_pieces(at, column_CW, K):
 
 
 @triton.jit
-def _convolved(x, inputs, weight, bias, first, i, N, start, channels, stride_C, stride_W, TAPS: tl.constexpr,
+def _convolved(x_at, inputs, weight, bias, c, i, N, start, channels, stride_C, stride_W, TAPS: tl.constexpr,
                PLACES: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """Return what a convolution makes of some channels of one token, and its newest inputs; as conv_kernel does.
 
     Args:
-        x: The token's inputs.
+        x_at: Where the token's inputs are.
         inputs: Stored inputs of the request.
         weight: Taps.
         bias: Of channels, or None.
-        first: The first of the channels.
-        i: Which of them, from that on.
-        N: How many there are.
+        c: The channels.
+        i: Their numbers, up to N of which they are there.
+        N: See there.
         start: The token's position.
         channels: How many there are in all.
         stride_C: From a channel's taps to those of the next.
@@ -95,41 +104,46 @@ def _convolved(x, inputs, weight, bias, first, i, N, start, channels, stride_C, 
         PLACES: For inputs of a request.
         SILU: Whether that is behind it.
     """
-    c, keep = first + i, i < N
-    sum = tl.zeros(i.shape, tl.float32)
+    sum, keep = tl.zeros(c.shape, tl.float32), i < N
     for tap in tl.static_range(TAPS - 1):
         position = start - (TAPS - 1) + tap
         place = (position + PLACES) % PLACES
         past = tl.load(inputs + place * channels + c, mask=i < tl.where(position >= 0, N, 0), other=0.0)
         tap_of = tl.load(weight + c * stride_C + tap * stride_W, mask=keep, other=0.0)
         sum = tl.fma(past.to(tl.float32), tap_of.to(tl.float32), sum)
-    own = tl.load(x + c, mask=keep, other=0.0).to(inputs.dtype.element_ty)
+    own = tl.load(x_at, mask=keep, other=0.0).to(inputs.dtype.element_ty)
     last = tl.load(weight + c * stride_C + (TAPS - 1) * stride_W, mask=keep, other=0.0)
     sum = tl.fma(own.to(tl.float32), last.to(tl.float32), sum)
     if bias is not None:
         sum += tl.load(bias + c, mask=keep, other=0.0).to(tl.float32)
     if SILU:
         sum = sum / (1 + tl.exp(-sum))
-    return sum.to(x.dtype.element_ty), own
+    return sum.to(x_at.dtype.element_ty), own
 
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
     q, k, v, log_decay, beta, codes, scales, keys, updates, decays, slots, starts, cu_seqlens, out, rows, requests,
-    x, inputs, weight, bias,
+    x, inputs, weight, bias, a, b, paces, offsets,
     q_stride_T, k_stride_T, v_stride_T, log_decay_stride_T, beta_stride_T,
     codes_stride_S, scales_stride_S, keys_stride_S, updates_stride_S, decays_stride_S,
-    x_stride_T, inputs_stride_S, weight_stride_C, weight_stride_W, channels,
+    x_stride_T, inputs_stride_S, weight_stride_C, weight_stride_W, channels, a_stride_T, b_stride_T,
     TAPS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    V_AT: tl.constexpr, SHARE: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+    V_AT: tl.constexpr, SHARE: tl.constexpr, GATES: tl.constexpr,
+    Q_FIRST: tl.constexpr, Q_LENGTH: tl.constexpr, Q_STRIDE: tl.constexpr, K_FIRST: tl.constexpr,
+    K_LENGTH: tl.constexpr, K_STRIDE: tl.constexpr, V_FIRST: tl.constexpr, V_LENGTH: tl.constexpr,
+    V_STRIDE: tl.constexpr, A_FIRST: tl.constexpr, A_LENGTH: tl.constexpr, A_STRIDE: tl.constexpr,
+    B_FIRST: tl.constexpr, B_LENGTH: tl.constexpr, B_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, P: tl.constexpr, VW: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LINES: tl.constexpr, LINE_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Read rows of a head's matrix for one token. Grid: tiles of rows, heads, requests.
 
-    TAPS: of the convolution that makes queries, keys and values; 0: they are given. UNIT: whether queries and keys are
-    normalised, and queries multiplied with SCALE.
+    TAPS: of the convolution that makes queries, keys and values; 0: they are given. GATES: whether log decays and
+    learning rates are computed here, and x has the convolution's inputs in runs (types.Projection). UNIT: whether
+    queries and keys are normalised, and queries multiplied with SCALE.
     """
     tile, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if LINES:
@@ -165,35 +179,45 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
     if TAPS:
         x, inputs = x + row * x_stride_T, inputs + slot * inputs_stride_S
         channel_head = key_head // SHARE
-        first_q, first_k, first_v = Q_AT + channel_head * K, K_AT + channel_head * K, V_AT + head * V
-        q_DE, new_q_DE = _convolved(x, inputs, weight, bias, first_q, column_DE, K, start, channels,
-                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        k_DE, new_k_DE = _convolved(x, inputs, weight, bias, first_k, column_DE, K, start, channels,
-                                    weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        q_CW, _ = _convolved(x, inputs, weight, bias, first_q, column_CW, K, start, channels,
-                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        k_CW, _ = _convolved(x, inputs, weight, bias, first_k, column_CW, K, start, channels,
-                             weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        value_V, new_v_V = _convolved(x, inputs, weight, bias, first_v, v_V, V, start, channels,
-                                      weight_stride_C, weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
-        # Nobody reads their place: there is one more than the taps before this token's. Heads that share channels
-        # write the same.
+        # Queries and keys together, so that no thread computes what another does; tiles have each value in many.
+        PADDED: tl.constexpr = C * W
+        side, i = tl.arange(0, 2 * PADDED) // PADDED, tl.arange(0, 2 * PADDED) % PADDED
+        c, c_V = tl.where(side == 0, Q_AT, K_AT) + channel_head * K + i, V_AT + head * V + v_V
+        x_at, x_V = c, c_V
+        if GATES:
+            # A head's channels are in one run.
+            q_from = run_place(channel_head * K, Q_FIRST, Q_LENGTH, Q_STRIDE)
+            k_from = run_place(channel_head * K, K_FIRST, K_LENGTH, K_STRIDE)
+            x_at, x_V = (
+                tl.where(side == 0, q_from, k_from) + i,
+                run_place(head * V, V_FIRST, V_LENGTH, V_STRIDE) + v_V,
+            )
+        both, new = _convolved(x + x_at, inputs, weight, bias, c, i, K, start, channels, weight_stride_C,
+                               weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        value_V, new_V = _convolved(x + x_V, inputs, weight, bias, c_V, v_V, V, start, channels, weight_stride_C,
+                                    weight_stride_W, TAPS, PLACES, SILU)  # fmt: skip
+        q_all, k_all = tl.split(tl.trans(tl.reshape(both, [2, PADDED])))
+        q_DE, k_DE = tl.reshape(q_all, [D, E]), tl.reshape(k_all, [D, E])
+        q_CW, k_CW = tl.reshape(q_all, [C, W]), tl.reshape(k_all, [C, W])
+        # Nobody reads their place, one more than taps need. Heads that share channels write the same.
         newest = inputs + start % PLACES * channels
-        tl.store(newest + first_v + v_V, new_v_V, mask=keep_V)
+        tl.store(newest + c_V, new_V, mask=keep_V)
         if (tile == 0) & (head % (H // G) == 0):
-            tl.store(newest + first_q + column_DE, new_q_DE, mask=keep_DE)
-            tl.store(newest + first_k + column_DE, new_k_DE, mask=keep_DE)
+            tl.store(newest + c, new, mask=i < K)
     else:
         q, k = q + row * q_stride_T + key_head * K, k + row * k_stride_T + key_head * K
-        q_DE, k_DE = (
-            tl.load(q + column_DE, mask=keep_DE, other=0.0),
-            tl.load(k + column_DE, mask=keep_DE, other=0.0),
-        )
-        q_CW, k_CW = (
-            tl.load(q + column_CW, mask=keep_CW, other=0.0),
-            tl.load(k + column_CW, mask=keep_CW, other=0.0),
-        )
+        q_DE = tl.load(q + column_DE, mask=keep_DE, other=0.0)
+        k_DE = tl.load(k + column_DE, mask=keep_DE, other=0.0)
+        q_CW = tl.load(q + column_CW, mask=keep_CW, other=0.0)
+        k_CW = tl.load(k + column_CW, mask=keep_CW, other=0.0)
         value_V = tl.load(v + row * v_stride_T + head * V + v_V, mask=keep_V, other=0.0)
+    if GATES:
+        new_decay, rate = gates_of(
+            tl.load(a + row * a_stride_T + run_place(head, A_FIRST, A_LENGTH, A_STRIDE)),
+            tl.load(b + row * b_stride_T + run_place(head, B_FIRST, B_LENGTH, B_STRIDE)),
+            tl.load(paces + head),
+            tl.load(offsets + head),
+        )
     DTYPE: tl.constexpr = q_DE.dtype
     q_DE, k_DE, value_V = q_DE.to(tl.float32), k_DE.to(tl.float32), value_V.to(tl.float32)
     q_CW, k_CW = q_CW.to(tl.float32), k_CW.to(tl.float32)
@@ -227,8 +251,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
         fade = 1.0
     else:
         decays = decays + slot * decays_stride_S + head
-        new = tl.load(log_decay + row * log_decay_stride_T + head).to(tl.float32)
-        sum = tl.load(decays + (place - 1) * H, mask=stored > 0, other=0.0) + new
+        if not GATES:
+            new_decay = tl.load(log_decay + row * log_decay_stride_T + head).to(tl.float32)
+        sum = tl.load(decays + (place - 1) * H, mask=stored > 0, other=0.0) + new_decay
         sum_J = tl.load(decays + (block + j_J) * H, mask=j_J < stored, other=0.0)
         fade_J = tl.exp(tl.where(j_J < stored, sum - sum_J, 0.0))
         fade = tl.exp(sum)
@@ -254,7 +279,9 @@ def decode_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compi
         if not COLUMNS:
             k_weights_J *= fade_J
         new_V -= tl.sum(k_weights_J[:, None] * update_JV, 0)
-    if beta is not None:
+    if GATES:
+        new_V *= rate
+    elif beta is not None:
         new_V *= tl.load(beta + row * beta_stride_T + head).to(tl.float32)
     rounded_V = new_V.to(updates.dtype.element_ty)
     new_V = rounded_V.to(tl.float32)
@@ -380,9 +407,45 @@ def conv_recurrence(
     return step.launch((None, None, None), conv, delta=delta, unit=unit, tile=tile)
 
 
+def projected_recurrence(
+    projection: Projection,
+    conv: Convolution,
+    state: LayerState,
+    batch: StateMetadata,
+    *,
+    delta: bool,
+    unit: bool,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Compute gates, convolve, and update and read matrices, in one launch -> [T, H, V]; see the package.
+
+    Args:
+        projection: As there, and so are the following.
+        conv: See there.
+        state: See there.
+        batch: See there.
+        delta: See there.
+        unit: See there.
+        tile: Another tile than that of tile_of().
+    """
+    x_TW, (heads, dim) = projection.x_TW, state.updates_SPHV.shape[2:]
+    if not len(batch.slots_B) or not len(x_TW):
+        return x_TW.new_zeros(len(x_TW), heads, dim)
+    step = _Step(state, batch, None, None, x_TW.new_empty(len(x_TW), heads, dim), projection)
+    return step.launch((None, None, None), conv, delta=delta, unit=unit, tile=tile)
+
+
 def convolves(conv: Convolution, state: LayerState) -> bool:
     """Return whether conv_recurrence() may store the newest inputs while others read those before them."""
     return state.inputs_SPC.shape[1] >= conv.weight_CW.shape[1]
+
+
+def projects(projection: Projection, state: LayerState) -> bool:
+    """Return whether the inputs of each head are in one run, and a head has one decay."""
+    rows, columns = state.planes[0].shape[2:]
+    sizes = (columns, columns, rows)
+    has_runs = all(runs.length % n == 0 for runs, n in zip(projection.runs[:3], sizes, strict=True))
+    return has_runs and state.decays.dim() == 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,9 +454,11 @@ class _Step:
 
     state: LayerState
     batch: StateMetadata
-    log_decay: Tensor
+    log_decay: Tensor | None
     beta_TH: Tensor | None
     out_THV: Tensor
+    projection: Projection | None = None
+    """Of which log decays and rates are computed."""
 
     def launch(
         self,
@@ -407,7 +472,7 @@ class _Step:
         """Compute the step by given queries, keys and values, or by those that a convolution makes."""
         state, batch, beta_TH, requests = self.state, self.batch, self.beta_TH, len(self.batch.slots_B)
         tokens, heads, dim = self.out_THV.shape
-        log_decay, keys = contiguous_rows(self.log_decay), state.keys_SPGK
+        log_decay, keys = None if self.log_decay is None else contiguous_rows(self.log_decay), state.keys_SPGK
         key_heads, columns = keys.shape[2:]
         codes, scales = state.planes[0], state.planes[1] if len(state.planes) > 1 else None
         gpu, width = gpu_of(self.out_THV.device), next_power_of_2(columns)
@@ -418,16 +483,18 @@ class _Step:
         line = LINE // codes.itemsize
         lines = tile.rows * columns // line if pdl and dim % tile.rows == 0 and columns % line == 0 else 0
         tensors, strides, facts = _of_convolution(conv, state)
+        gates, gates_strides, runs = _of_projection(self.projection)
         decode_kernel[cdiv(dim, tile.rows), heads, requests](
             *rows, log_decay, beta_TH, codes, scales, keys, state.updates_SPHV, state.decays,
             batch.slots_B, batch.starts_B, batch.cu_seqlens_B1, self.out_THV, tokens, requests, *tensors,
+            *gates,
             *(0 if x is None else x.stride(0) for x in (*rows, log_decay, beta_TH, codes, scales)),
-            keys.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0), *strides, **facts,
-            UNIT=unit, EPSILON=UNIT_EPSILON, SCALE=columns**-0.5,
+            keys.stride(0), state.updates_SPHV.stride(0), state.decays.stride(0), *strides,
+            *gates_strides, **facts, **runs, UNIT=unit, EPSILON=UNIT_EPSILON, SCALE=columns**-0.5,
             H=heads, G=key_heads, V=dim, K=columns, P=keys.shape[1], VW=tile.rows, C=width // piece, W=piece,
             D=width // key_piece, E=key_piece, LINES=lines if lines & (lines - 1) == 0 else 0, LINE_VALUES=line,
-            MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=log_decay.dim() == 3, DELTA=delta,
-            PDL=bool(pdl), num_warps=tile.warps, **pdl,
+            MAX_CODE=state_formats.state_format(state.format).max_code, COLUMNS=state.decays.dim() == 4, DELTA=delta,
+            PDL=bool(pdl), num_warps=tile.warps, maxnreg=REGISTERS, **pdl,
         )  # fmt: skip
         return self.out_THV
 
@@ -439,9 +506,20 @@ def _of_convolution(
     names = ("TAPS", "PLACES", "SILU", "Q_AT", "K_AT", "V_AT", "SHARE")
     if conv is None:
         return (None,) * 4, (0,) * 5, dict.fromkeys(names, 0)
-    x_TC = conv.x_TC if conv.x_TC.stride(1) == 1 else conv.x_TC.contiguous()
+    x_TC = contiguous_rows(conv.x_TC)
     tensors = x_TC, state.inputs_SPC, conv.weight_CW, conv.bias_C
-    strides = x_TC.stride(0), state.inputs_SPC.stride(0), *conv.weight_CW.stride(), x_TC.shape[1]
+    strides = x_TC.stride(0), state.inputs_SPC.stride(0), *conv.weight_CW.stride(), len(conv.weight_CW)
     places, silu = state.inputs_SPC.shape[1], int(conv.activation is not None)
     facts = (conv.weight_CW.shape[1], places, silu, conv.q_at, conv.k_at, conv.v_at, conv.share)
     return tensors, strides, dict(zip(names, facts, strict=True))
+
+
+def _of_projection(
+    projection: Projection | None,
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, int]]:
+    """Return the tensors, strides and constants of decode_kernel that are about a projection."""
+    if projection is None:
+        return (None,) * 4, (0, 0), {"GATES": 0, **dict.fromkeys(RUN_CONSTANTS, 1)}
+    a_TW, b_TW = projection.a_TW, projection.b_TW
+    tensors = a_TW, b_TW, projection.paces_H, projection.offsets_H
+    return tensors, (a_TW.stride(0), b_TW.stride(0)), {"GATES": 1, **run_constants(projection)}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nibble.kernels.recurrence.formats import decode, encode
 from nibble.kernels.recurrence.pieces import Piece, conv_rows, pieces
-from nibble.kernels.recurrence.types import UNIT_EPSILON, LayerState, StateBatch
+from nibble.kernels.recurrence.types import UNIT_EPSILON, Convolution, LayerState, Projection, StateBatch
 from nibble.kernels.state_formats import BLOCK
 
 
@@ -52,6 +52,21 @@ def causal_conv(
     y_TC = torch.zeros_like(x_TC)
     y_TC[:tokens] = sum_TC
     return y_TC
+
+
+def project(projection: Projection, conv: Convolution, state: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs of the convolution [T, C], and log decays and learning rates [T, H], of the products before it."""
+    x_TC = projection.x_TW.new_empty(len(projection.x_TW), len(conv.weight_CW))
+    targets = conv.split(x_TC, state)
+    for target, runs in zip(targets, projection.runs[:3], strict=True):
+        target.flatten(1).copy_(runs.of(projection.x_TW, target[0].numel()))
+    heads = len(projection.paces_H)
+    a_TH, b_TH = (
+        runs.of(y_TW, heads).float()
+        for runs, y_TW in zip(projection.runs[3:], (projection.a_TW, projection.b_TW), strict=True)
+    )
+    softplus_TH = torch.nn.functional.softplus(a_TH + projection.offsets_H.float())
+    return x_TC, -projection.paces_H.float().exp() * softplus_TH, b_TH.sigmoid()
 
 
 def unit_rows(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,43 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """Where values lie in a row of a product: some behind one another, then as many again further on."""
+
+    first: int
+    length: int
+    """Of a run."""
+    stride: int
+    """From the first value of a run to that of the next."""
+
+    def of(self, y_TW: Tensor, count: int) -> Tensor:
+        """Return so many of the values of each row, in their order."""
+        row = y_TW.stride(1)
+        sizes = len(y_TW), -(-count // self.length), min(self.length, count)
+        strides = y_TW.stride(0), self.stride * row, row
+        at = y_TW.storage_offset() + self.first * row
+        return y_TW.as_strided(sizes, strides, at).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The products that a layer begins with: rows that have the inputs of its convolution, and its gates.
+
+    A head's log decay is -e^pace softplus(a + offset), and its learning rate sigmoid(b), all in float32.
+    """
+
+    x_TW: Tensor
+    a_TW: Tensor
+    """The same, or another one, and so is b."""
+    b_TW: Tensor
+    runs: tuple[Runs, ...]
+    """Where inputs of queries, keys and values are in x, the heads of each behind one another, and where the heads' a's
+    and b's are. Which channel an input is, Convolution says."""
+    paces_H: Tensor
+    offsets_H: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerState:
     """The slots of one layer. Of a convolution alone, only `inputs` has any values."""
 

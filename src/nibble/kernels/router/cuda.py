@@ -13,13 +13,15 @@ from torch import Tensor
 
 from nibble.kernels import MMA_ROWS, SM90, cdiv, gpu_of, import_problem, triton_present
 
-SOURCE = Path(__file__).with_name("route.cu")
+SOURCE, LOGITS = (Path(__file__).with_name(name) for name in ("route.cu", "logits.cu"))
 WARPS, TOKENS = 16, 8
 """Of a block, and of a cluster."""
 FEW_TOKENS = 64
 """Up to so many are multiplied here, and more by a library."""
 MOST_BLOCKS, MOST_UNITS, UNIT = 8, 8, 32
 """Blocks of a cluster at most, and units of inputs whose weights a warp has room for in registers."""
+ROW_THREADS, WARP = 128, 32
+"""Threads that multiply a row for a single token, and those that clear its logit."""
 MOST_CHOSEN = 32
 """A lane keeps each."""
 MOST_EXPERTS = 1024
@@ -85,6 +87,38 @@ def _has_driver() -> bool:
 def macros(shape: Shape) -> dict[str, int]:
     """Return the macros of route.cu."""
     return {"TILES": shape.tiles, "CLUSTER": shape.cluster, "UNITS": shape.units}
+
+
+def vectors_of(inputs: int) -> int:
+    """Return the macro of logits.cu: how many vectors of 8 inputs a thread multiplies."""
+    return cdiv(inputs, 8 * ROW_THREADS)
+
+
+@cache
+def _logits_kernel(arch: int, device: int, vectors: int) -> Any:
+    from nibble.kernels.nvrtc import Kernel, code_of
+
+    return Kernel(code_of(LOGITS, arch, {"VECTORS": vectors}), "logits_of_token", 0)
+
+
+def logits_of_token(x_1I: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return a token's logits [1, E] of a matrix that serves() accepts, for kernels just behind that choose themselves.
+
+    Raises:
+        BackendError: The driver refuses the launch.
+    """
+    from nibble.kernels.nvrtc import INT, POINTER
+
+    rows, inputs = weight_EI.shape
+    if x_1I.stride(1) != 1 or x_1I.data_ptr() % 16:
+        x_1I = x_1I.clone(memory_format=torch.contiguous_format)
+    logits_1E = x_1I.new_empty(1, rows)
+    tensors = (x_1I, weight_EI, bias_E, logits_1E)
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    kernel = _logits_kernel(gpu_of(x_1I.device).arch, x_1I.device.index or 0, vectors_of(inputs))
+    types = (*(POINTER,) * len(pointers), INT)
+    kernel.launch(rows, ROW_THREADS + WARP, 0, types, (*pointers, inputs), starts_early=True)
+    return logits_1E
 
 
 @cache

@@ -22,14 +22,12 @@ constexpr int EXPERTS = 16 * TILES * CLUSTER, VALUES = (EXPERTS + 31) / 32;  // 
 
 DEVICE float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 
-// has_shared: behind the experts is one that all tokens have, with the sigmoid of its logit for a weight.
 template <typename Logits>
 DEVICE void write_choices(Logits logit_of, u16* scores, long long* chosen, int token, int experts, int top_k,
                           int is_normalized, int has_shared) {
-  Choice choice = choose<VALUES>(logit_of, experts, top_k, is_normalized);
+  const Choice choice = choose_all<VALUES>(logit_of, experts, top_k, is_normalized, has_shared);
   const int lane = threadIdx.x & 31, all = top_k + has_shared;
   if (lane >= all) return;
-  if (lane == top_k) choice = {experts, 1 / (1 + __expf(-from_bf16(u16(logit_of(experts)))))};
   scores[(u64)token * all + lane] = u16(pack_bf16(choice.weight, 0));
   chosen[(u64)token * all + lane] = choice.expert;
 }
