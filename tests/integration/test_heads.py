@@ -36,7 +36,7 @@ from nibble.engine.graphs import Graphs
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.engine.speculation_plan import DraftMemory, head_layers
 from nibble.errors import ConfigError, WeightError
-from nibble.hardware import probe
+from nibble.hardware import lookup_gpu, probe
 from nibble.models import head_model, taps
 from nibble.models.equivalence import layer_list
 from nibble.models.forward import compiled
@@ -190,7 +190,7 @@ def _no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     run = draft_steps.HeadForward.__call__
 
     def call(self: Any, *rest: Any) -> Any:
-        given = self.given
+        given = self.input_states
         logits, states = run(self, *rest)
         return logits, given if isinstance(given, Tensor) and len(given) == 1 else states
 
@@ -491,3 +491,16 @@ def test_what_a_head_keeps_is_planned(
     assert memory.weights >= sum(4 * x.numel() for x in own if x.is_floating_point())
     (note,) = (note for note in llm.plan.notes if "hidden states" in note)
     assert "eagle3" in note and "weights" in note and "pages of" in note
+
+
+@pytest.mark.parametrize("tokens", ["auto", "3"])
+def test_steps_of_a_head_are_recorded_on_a_gpu(tokens: str, target: Path, eagles: dict[str, Path]) -> None:
+    """Its plan has a route for several new rows of a request, and as many rows as a step that verifies its drafts."""
+    gpu = lookup_gpu("h200")
+    drafter = f"eagle3:{eagles['raw']},kv_format=nvfp4"
+    config = Config(model=str(target), kv_format="nvfp4", speculative=drafter, speculative_tokens=tokens)
+    made = plan_engine(config, gpu)
+    assert made.draft and made.draft.graphs and made.draft.compile
+    head = plan_engine(made.draft, gpu)
+    assert head.draft is None and head.budget.verify_sizes == made.budget.verify_sizes
+    assert {length for _, length in head.budget.verify_sizes} == ({8, 4, 2} if tokens == "auto" else {4, 2})

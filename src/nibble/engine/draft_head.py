@@ -254,7 +254,7 @@ class DraftHead(DraftBooks):
         items = (chunk(track.twin, start, count, samples) for track, start, count, samples in rows)
         batch = Batch.from_scheduled(items)
         ordered = [by_twin[item.request] for item in batch.scheduled]
-        self.forward.given = torch.cat(
+        self.forward.input_states = torch.cat(
             [self._states(track, start, count) for track, start, count, _ in ordered]
         )
         logits_SV = self.runner.forward(batch)

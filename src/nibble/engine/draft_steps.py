@@ -93,7 +93,7 @@ class HeadForward:
         self.draft_ids = draft_ids(head, head.config.vocab_size)
         self.graphs: DraftGraphs | None = None
         """Steps of drafts over stable buffers, after record()."""
-        self.given: Tensor | Callable[[Tensor], Tensor] | None = None
+        self.input_states: Tensor | Callable[[Tensor], Tensor] | None = None
         """[T, H], of the next step, or a function that returns them by the positions of rows; None: a test, which has
         none."""
 
@@ -101,15 +101,15 @@ class HeadForward:
         self, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext
     ) -> tuple[Tensor, Tensor]:
         """Return logits [S, V of drafts], and hidden states [S, H] for the next draft."""
-        given, self.given = self.given, None
-        if given is None:
+        inputs, self.input_states = self.input_states, None
+        if inputs is None:
             states_TH = self.waiting.states_NH.new_zeros(ids.shape[1], self.waiting.states_NH.shape[1])
-        elif isinstance(given, Tensor):
+        elif isinstance(inputs, Tensor):
             # A row that is alone comes twice (ModelRunner).
-            missing = ids.shape[1] - len(given)
-            states_TH = torch.cat([given, given[-1:].expand(missing, -1)]) if missing else given
+            missing = ids.shape[1] - len(inputs)
+            states_TH = torch.cat([inputs, inputs[-1:].expand(missing, -1)]) if missing else inputs
         else:
-            states_TH = given(positions[0])
+            states_TH = inputs(positions[0])
         logits_SV, states_SH = self._run(ids, positions, rows_S, ctx, states_TH)
         return logits_SV, states_SH
 
@@ -201,7 +201,7 @@ class DraftGraphs(Graphs):
         """Compute the first step of a chain, from buffer to buffer; graphs record this."""
         inputs, first = VerifyInputs.of(self.verify_inputs, *size), VerifyInputs.length(*size)
         slots_B = self.verify_inputs[first : first + size[0]]
-        self._forward.given = partial(self._forward.waiting.at, slots_B)
+        self._forward.input_states = partial(self._forward.waiting.at, slots_B)
         runner._verify(size, self)
         self.inputs[0, : size[0]].copy_(inputs.rows_B)
         # The next row is that of the token just drawn.
@@ -212,7 +212,7 @@ class DraftGraphs(Graphs):
     def follow(self, runner: ModelRunner, size: int, _: Graphs) -> None:
         """Compute a step that follows, from buffer to buffer; graphs record this."""
         assert self.states is not None
-        self._forward.given = self.states[:size]
+        self._forward.input_states = self.states[:size]
         runner._decode(size, self)
         positions_B = self.inputs[1, :size]
         positions_B += positions_B >= 0

@@ -212,7 +212,7 @@ def _logits(
     ctx: StepContext | Step,
     *states_TH: Tensor,
 ) -> Any:
-    given = {"hidden_states": states_TH[0][None]} if states_TH else {}
+    states = {"hidden_states": states_TH[0][None]} if states_TH else {}
     out = model(
         input_ids=ids,
         position_ids=positions,
@@ -221,7 +221,7 @@ def _logits(
         use_cache=False,
         # A row of logits is as wide as the vocabulary, so only rows that are sampled are computed.
         logits_to_keep=rows_S,
-        **given,
+        **states,
         **{CONTEXT: ctx},
     )
     if states_TH:

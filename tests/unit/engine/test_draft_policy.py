@@ -274,7 +274,7 @@ def test_a_draft_ends_where_one_more_step_does_not_pay() -> None:
         request, twin = Request("r", [0, 0]), Request("r", [0])
         made = Draft(request, twin, DraftTask(request, 7, **task))
         books._share = FIRST_SHARE
-        goes_on = [books.add(made, 5, chance, 1) for chance in chances]
+        goes_on = [books.add(made, 5, chance) and books.goes_on(made, 1) for chance in chances]
         return [len(made.tokens) == len(chances), goes_on[-1]]
 
     timed = {"token_seconds": 10e-3, "verify_seconds": 0.2e-3}
@@ -283,8 +283,17 @@ def test_a_draft_ends_where_one_more_step_does_not_pay() -> None:
     assert draft(0.1, **timed) == draft(0.9, 0.3, **timed) == [True, False]
     assert draft(0.01, **timed) == draft(float("nan"), **timed) == [False, False]
     assert draft(0.1) == [False, False] and draft(0.3) == [True, True], "without times"
+
+    def planned(share: float, **task: Any) -> int:
+        """How many are drawn where none is read before all are."""
+        books._share, request = share, Request("r", [0, 0])
+        return int(books.planned(Draft(request, Request("r", [0]), DraftTask(request, 7, **task)), 1))
+
+    # 0.7 ^ 3 x 0.7 x 10 ms is worth more than 2.2 ms.
+    assert [planned(share, **timed) for share in (0.2, 0.7, 0.99)] == [1, 4, 7]
+    assert planned(0.2) == 7, "without times"
     books.adapts = False
-    assert draft(0.01) == [True, True], "as many as the user says"
+    assert draft(0.01) == [True, True] and planned(0.2, **timed) == 7, "as many as the user says"
 
 
 def test_chances_are_corrected_by_what_was_accepted() -> None:
@@ -296,7 +305,7 @@ def test_chances_are_corrected_by_what_was_accepted() -> None:
         for _ in range(200):
             books.begin(made, DraftTask(request, 3))
             for _ in range(3):
-                books.add(made, 5, 0.9, 1)
+                books.add(made, 5, 0.9)
             assert len(made.tokens) > 0, "it is tried again and again"
             drafts = list(made.tokens)
             books.take_back(made)
