@@ -23,7 +23,7 @@ from pathlib import Path
 from unittest import mock
 
 from nibble import LLM, SamplingParams
-from nibble.engine import engine
+from nibble.engine import in_flight
 from nibble.models.hub import locate
 
 
@@ -41,7 +41,7 @@ def forced(answer: Sequence[int], hits: list[int]) -> Iterator[None]:
         place += 1
         return [answer[place - 1]]
 
-    with mock.patch.object(engine, "accepted_run", run):
+    with mock.patch.object(in_flight, "accepted_run", run):
         yield
 
 

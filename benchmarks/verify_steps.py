@@ -38,7 +38,7 @@ from report import markdown
 
 import gpu
 from nibble import LLM, SamplingParams
-from nibble.engine import drafters, engine
+from nibble.engine import drafters, in_flight
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
 from nibble.engine.request import Batch, Delta
@@ -74,7 +74,7 @@ def accepting(share: float) -> Iterator[None]:
             count += 1
         return [*drafts[:count], sampled[count]]
 
-    with mock.patch.object(engine, "accepted_run", run):
+    with mock.patch.object(in_flight, "accepted_run", run):
         yield
 
 

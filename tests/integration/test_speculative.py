@@ -289,7 +289,7 @@ def test_lookup(tiny: Path) -> None:
 
 def test_a_wrong_verification_is_noticed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the draft after the last accepted one taken too, answers would differ."""
-    from nibble.engine import engine as module
+    from nibble.engine import in_flight as module
 
     expected = answers(engine(tiny), PROMPTS, **GREEDY)
     right = module.accepted_run

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
+from nibble.engine.in_flight import Gains, InFlightStep, by_request, score_prompts, scored
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.ranks import Ranks
 from nibble.engine.request import (
@@ -34,20 +34,12 @@ from nibble.engine.request import (
     ScheduledRequest,
     truncated,
 )
-from nibble.engine.sampler import (
-    INVALID_TOKEN,
-    RowLogprobs,
-    SampledTokens,
-    Sampler,
-    needs_output_tokens,
-    unscored,
-)
+from nibble.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler, default_reusable
-from nibble.engine.speculative import Speculation, accepted_run
+from nibble.engine.speculative import Speculation
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RankError, RequestError
-from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
 
 log = logging.getLogger("nibble.start")
@@ -83,52 +75,6 @@ def check_request(
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
     if params.bad_words and tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A step that was launched and is not read yet."""
-
-    batch: Batch
-    sampling: tuple[ScheduledRequest, ...]
-    """What it samples for, in the order of `sampled`: a token, and one more for each draft."""
-    sampled: SampledTokens | None
-    prompt_logprobs: RowLogprobs | None
-    """Of all logprob_rows of the batch, in its order."""
-
-    @property
-    def has_drafts(self) -> bool:
-        """Return whether it verifies drafts."""
-        return any(item.drafts for item in self.sampling)
-
-    def read(self) -> dict[Request, list[int]]:
-        """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers."""
-        tokens, first, runs = self.sampled.read_ids() if self.sampled else [], 0, dict[Request, list[int]]()
-        for item in self.sampling:
-            end = first + 1 + len(item.drafts)
-            runs[item.request] = accepted_run(item.drafts, tokens[first:end])
-            first = end
-        return runs
-
-    def read_logprobs(self) -> dict[Request, list[Logprob | None]]:
-        """Return what was sampled with its log-probabilities, where any are asked for: of all rows of each request."""
-        if not self.sampled or not self.sampled.has_logprobs:
-            return {}
-        tokens = iter(self.sampled.read())
-        return {item.request: list(itertools.islice(tokens, 1 + len(item.drafts))) for item in self.sampling}
-
-
-@dataclass(frozen=True, slots=True)
-class Gains:
-    """What a step brought, of which nobody was told yet."""
-
-    batch: Batch
-    runs: Mapping[Request, Sequence[int]]
-    """Tokens by request."""
-    logprobs: Mapping[Request, Sequence[Logprob | None]]
-    """Of these tokens and those behind them, where any were asked for."""
-    ended: frozenset[Request]
-    """Requests that ended with it."""
 
 
 @dataclass
@@ -419,7 +365,7 @@ class Engine:
             sampled = self._sample(logits[:rows], sampling) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
-            prompt_logprobs = _score_prompts(batch, prompt_logits, fixed_shapes=fixed)
+            prompt_logprobs = score_prompts(batch, prompt_logits, fixed_shapes=fixed)
             # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
@@ -474,7 +420,7 @@ class Engine:
                 self._fail_batch(step.batch, self._explained(error))
             else:
                 self._in_flight.popleft()
-                self._commit(step.batch, runs, logprobs, _by_request(step.batch, prompt_logprobs))
+                self._commit(step.batch, runs, logprobs, by_request(step.batch, prompt_logprobs))
                 if not later:
                     self._emit_pending()
 
@@ -505,7 +451,7 @@ class Engine:
         while self._gains:
             gains = self._gains[0]
             pending = [
-                (request, _scored(run, gains.logprobs.get(request)), request in gains.ended)
+                (request, scored(run, gains.logprobs.get(request)), request in gains.ended)
                 for request, run in gains.runs.items()
             ]
             # Together: an interrupt loses nothing.
@@ -567,30 +513,6 @@ class Engine:
         finally:
             for item in batch.scheduled:
                 self._abort(item.request, f"{type(error).__name__}: {error}")
-
-
-def _scored(run: Sequence[int], logprobs: Sequence[Logprob | None] | None) -> list[Logprob]:
-    """Return the tokens of a run with their log-probabilities, where any were asked for."""
-    if logprobs is None:
-        return [*map(unscored, run)]
-    return [score for _, score in zip(run, logprobs, strict=False) if score]
-
-
-def _score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:
-    """Start to compute the log-probabilities of all logprob_rows of a batch, if it has any."""
-    rows = [(item.request, at) for item in batch.scheduled for at in item.logprob_rows]
-    if not rows:
-        return None
-    tokens = to_device([request.token_ids[at + 1] for request, at in rows], torch.int64, logits_RV.device)
-    counts = [request.params.prompt_logprobs or 0 for request, _ in rows]
-    return RowLogprobs(logits_RV, tokens, counts, fixed_shapes=fixed_shapes)
-
-
-def _by_request(batch: Batch, prompt_logprobs: Sequence[Logprob]) -> dict[Request, Sequence[Logprob]]:
-    """Return the log-probabilities of a batch's logprob_rows, those of each request apart."""
-    entries = iter(prompt_logprobs)
-    scored = [item for item in batch.scheduled if item.logprob_rows]
-    return {item.request: list(itertools.islice(entries, len(item.logprob_rows))) for item in scored}
 
 
 def _detokenizer(

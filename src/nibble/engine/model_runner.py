@@ -51,8 +51,10 @@ from nibble.engine.step_tokens import (
     padded_logit_rows,
     padded_token_ids,
     token_ids,
+    token_slots,
     unkept,
     unwritten,
+    verify_states,
 )
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata
@@ -314,10 +316,10 @@ class ModelRunner:
                 )
             )
             start = stop
-        slots_T = _slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
+        slots_T = token_slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None
         if exact := self.tables.exact:
-            exact_slots_T = _slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
+            exact_slots_T = token_slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
         return self._with_frames(slots_T, batches, exact_slots_T)
 
     def _exact_table(self, rows_B: Tensor, width: int) -> Tensor | None:
@@ -563,32 +565,16 @@ class ModelRunner:
             bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
         )  # fmt: skip
         exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
-        state_batch = self._verify_states(inputs, length) if self.states else None
+        state_batch = None
+        if self.states and tables.slots_R is not None:
+            slots_B = tables.slots_R.index_select(0, inputs.rows_B)
+            state_batch = verify_states(inputs, slots_B, length, invariant=self.states.invariant)
         ctx = self._context(
             self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
         )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         rows_S = graphs.logit_rows(size, inputs)
         graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
-
-    def _verify_states(self, inputs: VerifyInputs, length: int) -> StateMetadata:
-        """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
-        assert self.states and self.tables.slots_R is not None
-        slots_B = self.tables.slots_R.index_select(0, inputs.rows_B)
-        # Of rows that decode or verify, the first one stays whatever becomes of the others.
-        settled_B, starts_B = inputs.new_B.clamp(max=1), inputs.ends_B - inputs.new_B
-        slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
-        ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=self.device)
-
-        def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
-            return torch.stack((padding_B, own_B), 1).flatten().int()
-
-        none_B = torch.zeros_like(starts_B)
-        cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
-        return StateMetadata(
-            interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
-            interleaved(none_B, settled_B), invariant=self.states.invariant,
-        )  # fmt: skip
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
@@ -601,18 +587,3 @@ class ModelRunner:
 def _parts(output: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits and the hidden states of a pass; most models leave none."""
     return output if isinstance(output, tuple) else (output, None)
-
-
-def _slots(table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int, skipped: Tensor) -> Tensor:
-    """Return the slot of each token of a step, -1 where it is not stored.
-
-    Args:
-        table_RN: pages.
-        rows_T: the row of each token's request.
-        positions_T: of tokens.
-        page_size: tokens of a page.
-        skipped: int64, which tokens are not stored.
-    """
-    pages_T = table_RN[rows_T, positions_T // page_size].long()
-    slots_T = pages_T * page_size + positions_T % page_size
-    return slots_T.index_fill_(0, skipped, -1) if len(skipped) else slots_T

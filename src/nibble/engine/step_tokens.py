@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from nibble.engine.page_tables import PackedInts
 from nibble.engine.request import ScheduledRequest
@@ -183,3 +184,38 @@ class StateRows:
         return StateMetadata(
             slots_B, starts_B, cu_seqlens_B1, self._max_length, settled_B, None, invariant, *self._ones
         )
+
+
+def verify_states(inputs: VerifyInputs, slots_B: Tensor, length: int, *, invariant: bool) -> StateMetadata:
+    """Return what recurrent layers are told: the rows that pad a request are one of their own, without a slot."""
+    # Of rows that decode or verify, the first one stays whatever becomes of the others.
+    settled_B, starts_B = inputs.new_B.clamp(max=1), inputs.ends_B - inputs.new_B
+    slots_B = torch.where(inputs.new_B > 0, slots_B, -1)
+    ends_B = torch.arange(length, length * len(slots_B) + 1, length, device=slots_B.device)
+
+    def interleaved(padding_B: Tensor, own_B: Tensor) -> Tensor:
+        return torch.stack((padding_B, own_B), 1).flatten().int()
+
+    none_B = torch.zeros_like(starts_B)
+    cu_seqlens = nn.functional.pad(interleaved(ends_B - inputs.new_B, ends_B), (1, 0))
+    return StateMetadata(
+        interleaved(none_B - 1, slots_B), interleaved(none_B, starts_B), cu_seqlens, length,
+        interleaved(none_B, settled_B), invariant=invariant,
+    )  # fmt: skip
+
+
+def token_slots(
+    table_RN: Tensor, rows_T: Tensor, positions_T: Tensor, page_size: int, skipped: Tensor
+) -> Tensor:
+    """Return the slot of each token of a step, -1 where it is not stored.
+
+    Args:
+        table_RN: pages.
+        rows_T: the row of each token's request.
+        positions_T: of tokens.
+        page_size: tokens of a page.
+        skipped: int64, which tokens are not stored.
+    """
+    pages_T = table_RN[rows_T, positions_T // page_size].long()
+    slots_T = pages_T * page_size + positions_T % page_size
+    return slots_T.index_fill_(0, skipped, -1) if len(skipped) else slots_T

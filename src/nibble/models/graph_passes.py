@@ -3,7 +3,7 @@
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
 convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py). A
-router and the layer of experts behind it, where Nibble computes both, become one operator.
+router and the layer of experts behind it, where Nibble computes both, can become one operator.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class ReplaceOperators(CustomGraphPass):
     weights: tuple[tuple[int, int, str], ...] = ()
     """Outputs, inputs and dtype of the weights that kernels/linear multiplies faster."""
     device: str = "cuda"
+    joins_routers: bool = False
+    """Whether a router and the layer of experts behind it become one operator. Its kernels of one token read what those
+    in front are still writing: no model has it until a GPU has run tests/gpu/test_packed_experts_gpu.py."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Replace what is served, in place."""
@@ -46,8 +49,9 @@ class ReplaceOperators(CustomGraphPass):
             # Not where the bias is a matrix, or a factor is beside it.
             if not node.kwargs and node.args[0].meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
-        for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
-            _join_router(graph, node)
+        if self.joins_routers:
+            for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
+                _join_router(graph, node)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -85,8 +89,8 @@ class ReplaceOperators(CustomGraphPass):
 
 def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
     """Make one operator of a layer of experts and its router, if nothing else wants what the router chose."""
-    x, chosen, weights, *operands = layer.args
-    route = _source(chosen, 2)
+    x, choices, weights, *operands = layer.args
+    route = _source(choices, 2)
     if route is None or route is not _source(weights, 1) or not _is_same(x, route.args[0]):
         return
     users = {user for part in route.users for user in part.users}

@@ -495,7 +495,8 @@ def test_decodes_beside_prompts_are_computed_apart(case: Case, monkeypatch: pyte
     [
         (128, 128, 4, 32, decode.Tile(16, 4)),
         (128, 128, 4, 2048, decode.Tile(32, 4)),
-        (128, 128, 1, 2048, decode.Tile(64, 8)),
+        (128, 128, 1, 2048, decode.Tile(128, 4, 255)),
+        (128, 128, 1, 64, decode.Tile(32, 4)),
         (64, 128, 4, 8192, decode.Tile(32, 4)),
         (64, 256, 4, 8192, decode.Tile(16, 4)),
     ],
@@ -606,13 +607,9 @@ for format, convolved in [(name, False) for name in CODES] + [("int8", True), ("
 """)
     assert len(lines) == len(FORMATS) + 4
     for prefetches, stores, vectors, loads, *spills in lines:
-        assert (
-            prefetches == "1"
-            and stores == "0"
-            and int(vectors) >= 4
-            and spills[0] == "False"
-            and spills[1] == "0"
-        )
+        assert prefetches == "1" and stores == "0" and int(vectors) >= 4
+        # A word or two beside the matrix may lie in memory of the thread.
+        assert spills[0] == "False" and int(spills[1]) <= 8
         # No thread convolves what others do.
         assert int(loads) < 128
 

@@ -26,11 +26,11 @@ def targets(graph: fx.Graph) -> list[str]:
 
 
 def replaced(
-    function: Callable[..., Any], *inputs: Tensor, weights: Any = (), device: str = "cpu"
+    function: Callable[..., Any], *inputs: Tensor, weights: Any = (), device: str = "cpu", **options: bool
 ) -> list[str]:
     """The operators of a function after the pass, which must compute the same."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    ReplaceOperators(weights, device)(module.graph)
+    ReplaceOperators(weights, device, **options)(module.graph)
     module.graph.lint()
     module.recompile()
     for found, expected in zip(module(*inputs), function(*inputs), strict=True):
@@ -81,7 +81,8 @@ def test_caches_tell_the_pass_apart() -> None:
     one, other = ReplaceOperators(), ReplaceOperators(device="cpu")
     assert one.uuid() == pickle.loads(pickle.dumps(one)).uuid() == ReplaceOperators().uuid() != other.uuid()
     assert one.uuid() != ReplaceOperators(((4, 8, "torch.float32"),)).uuid()
-    assert repr(one) == "ReplaceOperators(weights=(), device='cuda')", "it is part of a compiled model's name"
+    name = "ReplaceOperators(weights=(), device='cuda', joins_routers=False)"
+    assert repr(one) == name, "it is part of a compiled model's name"
 
 
 WEIGHT, OTHER = torch.randn(6, 40), torch.randn(6, 41)
@@ -132,13 +133,18 @@ def routed_layer(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, kind: str 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
-    names = replaced(partial(routed_layer, kind=""), torch.randn(1, tokens, 40), WEIGHT, *EXPERTS)
+    inputs = torch.randn(1, tokens, 40), WEIGHT, *EXPERTS
+    assert "nibble.route.default" in replaced(partial(routed_layer, kind=""), *inputs)
+    names = replaced(partial(routed_layer, kind=""), *inputs, joins_routers=True)
     assert "nibble.experts_routed_layer.default" in names
     assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
 
 
 def test_a_joined_router_is_compiled() -> None:
-    options = {"post_grad_custom_pre_pass": ReplaceOperators((), "cpu"), "fx_graph_cache": False}
+    options = {
+        "post_grad_custom_pre_pass": ReplaceOperators((), "cpu", joins_routers=True),
+        "fx_graph_cache": False,
+    }
     run = torch.compile(partial(routed_layer, kind=""), fullgraph=True, options=options)
     inputs = torch.randn(1, 5, 40), WEIGHT, *EXPERTS
     with torch.inference_mode():
@@ -148,7 +154,8 @@ def test_a_joined_router_is_compiled() -> None:
 
 @pytest.mark.parametrize("kind", ["rows", "weights", "logits"])
 def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
-    names = replaced(partial(routed_layer, kind=kind), torch.randn(1, 5, 40), WEIGHT, *EXPERTS)
+    inputs = torch.randn(1, 5, 40), WEIGHT, *EXPERTS
+    names = replaced(partial(routed_layer, kind=kind), *inputs, joins_routers=True)
     assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 

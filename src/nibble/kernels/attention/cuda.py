@@ -148,11 +148,9 @@ def tiling_of(
         in_registers, tokens, most = False, 32, 12
     # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
-    for warps in (12, 8, 6, 4, 2):
-        found = Tiling(tokens, warps, in_registers)
-        if warps <= most and warps * found.warp_bytes(key, value, dim, columns) <= available:
-            return found
-    return Tiling(tokens, 1, in_registers)
+    tilings = (Tiling(tokens, warps, in_registers) for warps in (12, 8, 6, 4, 2) if warps <= most)
+    fitting = (t for t in tilings if t.warps * t.warp_bytes(key, value, dim, columns) <= available)
+    return next(fitting, Tiling(tokens, 1, in_registers))
 
 
 @cache

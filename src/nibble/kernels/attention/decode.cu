@@ -45,7 +45,6 @@
 #include "decode_merge.cuh"
 
 static_assert(!(LSE && JOIN), "what is merged already is not a part");
-static_assert(2 * ((COLUMNS + WARPS - 1) / WARPS) <= 32, "a lane for each column that a warp merges and blocks share");
 constexpr int THREADS = 32 * WARPS;
 // Of shared memory: a tile of keys and one of values, and queries where there are too many for registers. A warp leaves
 // its partial result where its tiles were.
@@ -54,33 +53,6 @@ constexpr int WARP_BYTES = TILE_BYTES + Queries::BYTES;
 // Partial results of more blocks than these are merged in two rounds: of each eight blocks, and then of the
 // eights.
 constexpr int MERGE_BLOCKS = 8;
-
-// A column of a (request, head) that several blocks share: where it is, and its (request, head)'s tiles in the line of
-// all.
-struct SharedColumn {
-  int request, head, column, start, stop;
-};
-
-// Whose partial results of a column are merged by the warp that comes last, in the first round of blocks or the second.
-struct Members {
-  bool of_eight, of_eights;
-  int first_block, first, count;
-
-  DEVICE Members(const SharedColumn& it, const EvenSplit& blocks, bool is_first_round) {
-    const int last_block = blocks.owner(max(it.stop - 1, 0)), eight = blockIdx.x / MERGE_BLOCKS;
-    first_block = blocks.owner(it.start);
-    const int first_eight = first_block / MERGE_BLOCKS;
-    const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
-    of_eight = two_rounds && is_first_round;
-    of_eights = two_rounds && !is_first_round;
-    first = of_eight    ? max(first_block, eight * MERGE_BLOCKS)
-            : of_eights ? first_eight * MERGE_BLOCKS
-                        : first_block;
-    count = of_eight    ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
-            : of_eights ? last_block / MERGE_BLOCKS - first_eight + 1
-                        : last_block - first_block + 1;
-  }
-};
 
 // Requests of no tokens have outputs of zeros, or what they have from other keys. thread: threadIdx.x, which is read in the kernel, as its
 // launch bounds tell the compiler there how large it can be.
@@ -260,86 +232,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   clear_empty_requests(batch, output, batch_size, threadIdx.x);
 
   // --- merge
-  // What several warps have of a (request, head) is merged first, each column by one warp, and then what several
-  // blocks have, by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by their last,
-  // and then what those have left. Two such (request, head)s at most have partial results of the same eight blocks: one
-  // that begins there, and one that does not.
-  //
-  // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost more than
-  // the loop. Columns that blocks share are counted at one time, each by a lane: their latencies overlap.
+  // What several warps have of a (request, head) is merged here, each column by one warp. What several blocks
+  // have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
+  // their last, and then what those have left. Two such (request, head)s at most have partial results of the
+  // same eight blocks: one that begins there, and one that does not.
   int* const eight_counters = counters;
   counters += 2 * ((gridDim.x + MERGE_BLOCKS - 1) / MERGE_BLOCKS) * COLUMNS;
   __syncthreads();
-  SharedColumn own{};  // a lane's
-  int num_shared = 0, round = 0;
-  bool waits = false;  // whether the lane's column waits for other blocks
-  u32 ready = 0;       // the lanes whose columns can be merged
-  Partials from;
-  u8* to = nullptr;
-  TileCursor segment;
-  bool is_shared = false;
-  // Of what the block has of a (request, head), this warp's next column.
+  for (int position = block_begin, turn = 0; position < block_end;) {
+    TileCursor segment;
+    segment.seek(batch, batch_size, position);
+    const int start = position - segment.tile, stop = start + segment.num_tiles;  // of the (request, head)
+    const int begin = max(start, block_begin), end = min(stop, block_end);        // what the block has of it
+    const int first_warp = warps.owner(begin - block_begin), last_warp = warps.owner(end - 1 - block_begin);
+    const bool is_all = start >= block_begin && stop <= block_end;
+    const int columns = batch.num_queries(segment.request) * group_size;
+    const int first_row = batch.first_row(segment.request);
+    u8* const own_partial =
+        is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
+    // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
+    const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
+    for (int column = 0; column < columns && !(is_all && first_warp == last_warp); column++) {
+      if (turn++ % WARPS != warp) continue;
+      Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
+                    last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
+      u8* to = own_partial;
+      // One copy of the code for warps, eights and all: instructions that are fetched for the first time cost
+      // more than the loop.
 #pragma unroll 1
-  for (int position = block_begin, end = block_begin, columns = 0, column = 0, turn = 0;;) {
-    SharedColumn it;
-    bool merges;
-    if (round == 0) {
-#pragma unroll 1
-      while (column >= columns && end < block_end) {
-        position = end;
-        segment.seek(batch, batch_size, position);
-        const int start = position - segment.tile, stop = start + segment.num_tiles;
-        end = min(stop, block_end);
-        const int first_warp = warps.owner(position - block_begin), last_warp = warps.owner(end - 1 - block_begin);
-        is_shared = start < block_begin || stop > block_end;
-        // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
-        const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
-        from = {smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
-                last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
-        to = is_shared ? block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES : nullptr;
-        columns = is_shared || first_warp != last_warp ? batch.num_queries(segment.request) * group_size : 0;
-        column = (warp - turn % WARPS + WARPS) % WARPS;
-        turn += columns;
+      for (bool of_eight = true;; of_eight = false) {
+        merge_partials(from, to, output, first_row, segment.head, column, lane);
+        if (!to) break;
+        const int first_block = blocks.owner(start), last_block = blocks.owner(stop - 1);
+        const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
+        const bool two_rounds = last_block - first_block >= MERGE_BLOCKS;
+        of_eight &= two_rounds;
+        const int first = of_eight     ? max(first_block, eight * MERGE_BLOCKS)
+                          : two_rounds ? first_eight * MERGE_BLOCKS
+                                       : first_block;
+        const int members = of_eight ? min(last_block, eight * MERGE_BLOCKS + MERGE_BLOCKS - 1) - first + 1
+                            : two_rounds ? last_block / MERGE_BLOCKS - first_eight + 1
+                                         : last_block - first_block + 1;
+        int* counter = of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
+                                : counters + (segment.request * kv_heads + segment.head) * COLUMNS;
+        int is_last = 0;
+        __threadfence();  // the partial result is visible before it is counted
+        __syncwarp();
+        if (lane == 0 && (is_last = atomicAdd(counter + column, 1) == members - 1)) counter[column] = 0;
+        if (!__shfl_sync(ALL_LANES, is_last, 0)) break;
+        __threadfence();  // and those of others are read after they were counted
+        u8* const of_first_block = block_partials + (2 * first_block + 1) * PARTIAL_BYTES;
+        u8* const of_others = block_partials + 2 * first * PARTIAL_BYTES;
+        const bool with_first_block = !of_eight || first == first_block;
+        from = {of_others, of_first_block, 2 * (two_rounds && !of_eight ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
+                with_first_block ? 0 : -1, members};
+        to = !of_eight ? nullptr : with_first_block ? of_first_block : of_others;
       }
-      merges = column < columns;
-      it = {segment.request, segment.head, column, position - segment.tile,
-            position - segment.tile + segment.num_tiles};
-      column += WARPS;
-    } else if ((merges = ready)) {
-      const int lane_of = __ffs(ready) - 1;
-      ready &= ready - 1;
-      auto its = [&](int x) { return __shfl_sync(ALL_LANES, x, lane_of); };
-      it = {its(own.request), its(own.head), its(own.column), its(own.start), its(own.stop)};
-      const Members those(it, blocks, round == 1);
-      const bool has_first_block = those.of_eights || those.first == those.first_block;
-      u8* const of_first_block = block_partials + (2 * those.first_block + 1) * PARTIAL_BYTES;
-      u8* const of_others = block_partials + 2 * those.first * PARTIAL_BYTES;
-      from = {of_others, of_first_block, 2 * (those.of_eights ? MERGE_BLOCKS : 1) * PARTIAL_BYTES,
-              has_first_block ? 0 : -1, those.count};
-      to = !those.of_eight ? nullptr : has_first_block ? of_first_block : of_others;
     }
-    if (merges) {
-      merge_partials(from, to, output, batch.first_row(it.request), it.head, it.column, lane);
-      if (round == 0 && is_shared) {
-        if (lane == num_shared) own = it;
-        num_shared++;
-      }
-      continue;
-    }
-    // --- count
-    waits = round == 0 ? lane < num_shared : waits && Members(own, blocks, round == 1).of_eight;
-    round++;
-    if (!__any_sync(ALL_LANES, waits)) break;
-    const Members those(own, blocks, round == 1);
-    const int eight = blockIdx.x / MERGE_BLOCKS;
-    int* const counter =
-        own.column + (those.of_eight ? eight_counters + (2 * eight + (eight == those.first_block / MERGE_BLOCKS)) * COLUMNS
-                                     : counters + (own.request * kv_heads + own.head) * COLUMNS);
-    __threadfence();  // the partial results are visible before they are counted
-    __syncwarp();
-    waits = waits && atomicAdd(counter, 1) == those.count - 1;
-    if (waits) *counter = 0;
-    ready = __ballot_sync(ALL_LANES, waits);
-    __threadfence();  // and those of others are read after they were counted
+    position = end;
   }
 }

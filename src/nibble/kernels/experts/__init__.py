@@ -206,16 +206,16 @@ def _routed_layer(
     up_bias: Tensor | None, down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(matrices, len(x)) for matrices in (up, down))
-    chosen = len(x), choice[0] + choice[2]
+    shape = len(x), choice[0] + choice[2]
     if (
         first
         and second
-        and cuda.routes(x, weight, chosen, first, second)
-        and cuda.serves(x, chosen, first, up_bias)
-        and cuda.serves(x.expand(chosen[1], -1), chosen, second, down_bias)
+        and cuda.routes(x, weight, shape, first, second)
+        and cuda.serves(x, shape, first, up_bias)
+        and cuda.serves(x.expand(shape[1], -1), shape, second, down_bias)
     ):
-        weights = x.new_empty(chosen)
-        experts = torch.empty(chosen, dtype=torch.int64, device=x.device)
+        weights = x.new_empty(shape)
+        experts = torch.empty(shape, dtype=torch.int64, device=x.device)
         # Each launch is just behind the one whose values it reads.
         routing = cuda.Routing(router.cuda.logits_of_token(x, weight, bias), *choice[1:], weights)
         y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing)

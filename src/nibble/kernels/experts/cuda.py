@@ -60,7 +60,7 @@ def matrices_of(weight: Tensor | PackedExperts, tokens: int) -> PackedExperts | 
     return PackedExperts(PLAIN, weight.view(torch.int16), weight, weight.dtype)
 
 
-def serves(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
+def serves(x: Tensor, choices: tuple[int, int], matrices: PackedExperts, bias_EN: Tensor | None) -> bool:
     """Return whether the kernel multiplies rows with matrices, for so many tokens and choices of each."""
     if not x.is_cuda or not _has_driver():
         return False
@@ -69,7 +69,7 @@ def serves(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts, bias_EN:
         gpu_of(x.device),
         matrices.shape,
     )
-    tile = _tile(x, chosen, matrices)
+    tile = _tile(x, choices, matrices)
     return (
         gpu.arch >= FIRST_ARCH
         and x.dtype == matrices.dtype == torch.bfloat16
@@ -79,7 +79,7 @@ def serves(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts, bias_EN:
         and outputs % tile.rows == 0
         and shared_bytes(
             Use(format, (outputs, inputs), tile, is_one=True),
-            math.prod(chosen),
+            math.prod(choices),
             experts,
         )
         + RESERVED
@@ -175,28 +175,28 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
 
-def _tile(x: Tensor, chosen: tuple[int, int], matrices: PackedExperts) -> Tile:
-    return tile_of(matrices, chosen[0], math.prod(chosen), is_second=len(x) != chosen[0])
+def _tile(x: Tensor, choices: tuple[int, int], matrices: PackedExperts) -> Tile:
+    return tile_of(matrices, choices[0], math.prod(choices), is_second=len(x) != choices[0])
 
 
-def combines(chosen: tuple[int, int], x: Tensor) -> bool:
+def combines(choices: tuple[int, int], x: Tensor) -> bool:
     """Return whether few_product() weights and sums up the outputs of a single token's experts."""
-    tokens, top_k = chosen
+    tokens, top_k = choices
     return tokens == 1 and top_k <= MOST_COMBINED and gpu_of(x.device).arch == SM90
 
 
 def routes(
-    x: Tensor, router_EI: Tensor, chosen: tuple[int, int], up: PackedExperts, down: PackedExperts
+    x: Tensor, router_EI: Tensor, choices: tuple[int, int], up: PackedExperts, down: PackedExperts
 ) -> bool:
     """Return whether few_product() chooses the experts of a single token by itself, from a router's matrix on."""
     experts = len(router_EI)
     return (
         x.is_cuda
-        and combines(chosen, x)
+        and combines(choices, x)
         and x.dtype == router_EI.dtype
         and experts <= MOST_ROUTED
         and experts == up.shape[0] == down.shape[0]
-        and router.serves(router_EI, chosen[1])
+        and router.serves(router_EI, choices[1])
     )
 
 

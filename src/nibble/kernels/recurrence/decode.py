@@ -40,10 +40,12 @@ from nibble.kernels.recurrence.types import (
 
 MIN_ROWS = 8
 """Fewest rows of a matrix in a program."""
-TILE_BYTES, TILE_VALUES = 16 << 10, 8 << 10
-"""Most bytes and values of a matrix in a program."""
+TILE_BYTES = 16 << 10
+"""Most of a matrix in a program."""
 THREAD_VALUES = 32
-"""Values of a thread."""
+"""Of a thread; values of one byte are more, by four warps: where each has so many that it needs all registers, that was
+1.6 times as fast for many requests."""
+MOST_REGISTERS = 255
 PROGRAMS = 1
 """Programs of a processor below which each gets fewer rows."""
 
@@ -359,10 +361,11 @@ def tile_of(rows: int, columns: int, itemsize: int, matrices: int, gpu: GPU) -> 
         matrices: How many there are: heads of all requests.
         gpu: Sizes of the GPU.
     """
-    values = min(TILE_BYTES // itemsize, TILE_VALUES)
-    tile = min(next_power_of_2(rows), max(MIN_ROWS, values // columns))
+    tile = min(next_power_of_2(rows), max(MIN_ROWS, TILE_BYTES // itemsize // columns))
     while tile > MIN_ROWS and matrices * cdiv(rows, tile) < PROGRAMS * gpu.processors:
         tile //= 2
+    if itemsize == 1:
+        return Tile(tile, 4, MOST_REGISTERS if tile * columns == TILE_BYTES else 0)
     return Tile(tile, min(max(tile * columns // (32 * THREAD_VALUES), 4), 8))
 
 
