@@ -12,18 +12,53 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
-from importlib.util import MAGIC_NUMBER, find_spec
+from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path
+from threading import Lock
 
 from nibble.hardware import cache_folder
 
 FOLDER = "bytecode"
-LARGE = "torch"
-"""The package that tells whether there is bytecode."""
+LARGE = ("torch", "transformers")
+"""The packages that tell whether there is bytecode."""
 PREFIX_VARIABLE = "PYTHONPYCACHEPREFIX"
 _HEADER = 16
 """Bytes of a file of bytecode that say what it was made of: a magic number, flags, the source's time and size."""
+
+
+@dataclass
+class _Users:
+    """Who imports by the cache folder now, and how Python was set before the first of them."""
+
+    lock: Lock = field(default_factory=Lock)
+    count: int = 0
+    before: tuple[str | None, bool, str | None] | None = None
+    """None: another folder serves."""
+
+    def enter(self) -> None:
+        with self.lock:
+            self.count += 1
+            if self.count == 1 and (folder := _folder_needed()):
+                self.before = sys.pycache_prefix, sys.dont_write_bytecode, os.environ.get(PREFIX_VARIABLE)
+                sys.pycache_prefix, sys.dont_write_bytecode = folder, False
+                os.environ[PREFIX_VARIABLE] = folder
+
+    def leave(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count or self.before is None:
+                return
+            sys.pycache_prefix, sys.dont_write_bytecode, variable = self.before
+            self.before = None
+            if variable is None:
+                os.environ.pop(PREFIX_VARIABLE, None)
+            else:
+                os.environ[PREFIX_VARIABLE] = variable
+
+
+_users = _Users()
 
 
 @contextmanager
@@ -33,53 +68,51 @@ def keep_bytecode() -> Iterator[None]:
     Processes that start meanwhile read it too. A folder that the user has chosen stays, and one that cannot be written
     costs time, nothing else.
     """
-    folder = _folder_needed()
-    if folder is None:
-        yield
-        return
-    own = sys.pycache_prefix, sys.dont_write_bytecode, os.environ.get(PREFIX_VARIABLE)
-    sys.pycache_prefix, sys.dont_write_bytecode, os.environ[PREFIX_VARIABLE] = folder, False, folder
+    _users.enter()
     try:
         yield
     finally:
-        sys.pycache_prefix, sys.dont_write_bytecode, variable = own
-        if variable is None:
-            os.environ.pop(PREFIX_VARIABLE, None)
-        else:
-            os.environ[PREFIX_VARIABLE] = variable
+        _users.leave()
 
 
 def _folder_needed() -> str | None:
     """Return the folder to keep bytecode in; None where another one serves."""
-    spec = find_spec(LARGE)
-    if spec is None or spec.origin is None:
-        return None
-    is_left = not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)
-    if sys.pycache_prefix is None and (is_left or _has_bytecode(spec)):
+    specs = [spec for spec in map(find_spec, LARGE) if spec and spec.origin]
+    if sys.pycache_prefix is None and all(_leaves_bytecode(spec) or _has_bytecode(spec) for spec in specs):
         return None
     try:
-        folder = str(_folder(Path(spec.origin)))
+        folder = str(_folder(specs))
     except RuntimeError:  # there is no home folder
         return None
     # A prefix may be this very folder: that of the process that started this one.
     return folder if sys.pycache_prefix in (None, folder) else None
 
 
-def _folder(source: Path) -> Path:
-    """Return the folder for what is installed beside the package of this source.
+def _folder(specs: list[ModuleSpec]) -> Path:
+    """Return the folder for what is installed beside these packages, and for Nibble's own source.
 
     Python compares a source's time and size, and images may give all files the same time.
     """
-    packages = sorted(path.name for path in source.parents[1].glob("*.dist-info"))
-    digest = hashlib.sha256(repr(packages).encode()).hexdigest()[:16]
-    return cache_folder().absolute() / FOLDER / digest
+    places = {Path(spec.origin or "").parents[1] for spec in specs}
+    digest = hashlib.sha256(
+        repr(sorted(path.name for at in places for path in at.glob("*.dist-info"))).encode()
+    )
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return cache_folder().absolute() / FOLDER / digest.hexdigest()[:16]
+
+
+def _leaves_bytecode(spec: ModuleSpec) -> bool:
+    """Return whether Python leaves a module's bytecode beside its source."""
+    return not sys.dont_write_bytecode and os.access(Path(spec.origin or "").parent, os.W_OK)
 
 
 def _has_bytecode(spec: ModuleSpec) -> bool:
     """Return whether bytecode is beside a module's source that is its own."""
     assert spec.origin is not None
     try:
-        header, source = Path(spec.cached or "").read_bytes()[:_HEADER], Path(spec.origin).stat()
+        # Not spec.cached, which is where a module was imported from, or would be by a prefix.
+        header, source = Path(cache_from_source(spec.origin)).read_bytes()[:_HEADER], Path(spec.origin).stat()
     except OSError:
         return False
     number, flags, *facts = (header[i : i + 4] for i in range(0, _HEADER, 4))

@@ -167,9 +167,12 @@ def test_inductor_reads_products_where_they_are(has_own: bool, monkeypatch: pyte
         (lambda a, p, o: -p.exp() * F.softplus(a * o), torch.sigmoid),
         (lambda a, p, o: -p.exp() * F.softplus(a.flip(0) + o), torch.sigmoid),
         (lambda a, p, o: -p.exp() * F.softplus(a + o), lambda b: 2 * b.sigmoid()),
+        (lambda a, p, o: (-p.exp() * F.softplus(a + o)).clamp(min=-20), torch.sigmoid),
+        (lambda a, p, o: -p.exp() * F.softplus((a + o).clamp(max=10)), torch.sigmoid),
+        (lambda a, p, o: -p.exp() * F.softplus(a + o), lambda b: b.clamp(-4, 4).sigmoid()),
         (lambda a, p, o: -p.exp() * F.softplus(a.cumsum(1) + o), torch.sigmoid),
     ],
-    ids=["half", "factor", "another token's", "twice", "sum"],
+    ids=["half", "factor", "another token's", "twice", "least", "most", "bounds", "sum"],
 )
 def test_other_gates_stay(gate: Any, rate: Any) -> None:
     def layer(

@@ -38,6 +38,13 @@ with keep_bytecode():
         inside = state()
     assert inside == state()
 assert state() == before and os.environ["OTHER"]
+one, other = keep_bytecode(), keep_bytecode()  # as of two threads
+one.__enter__()
+other.__enter__()
+one.__exit__(None, None, None)
+assert state() == inside
+other.__exit__(None, None, None)
+assert state() == before
 print(json.dumps({"value": torch.VALUE, "compiled": compiled, "inside": inside}))
 """
 

@@ -55,7 +55,11 @@ PACKAGES = ("torch", "transformers", "triton")
 COMPILING = (
     "models/*.py",
     "attention/operators.py",
+    "kernels/experts/__init__.py",
     "kernels/linear/__init__.py",
+    "kernels/quantized_linear/__init__.py",
+    "kernels/recurrence/types.py",
+    "kernels/router/__init__.py",
     "kernels/topk/__init__.py",
 )
 """Files of Nibble that decide what is compiled, beyond what torch traces."""

@@ -60,7 +60,8 @@ def join_convolutions(graph: fx.Graph, device: str) -> int:
                 (q_at, q_share), (k_at, k_share), (v_at, v_share) = (
                     _channels(part, conv) for part in (q, k, x)
                 )
-        except NotMovedError:
+        # What is between may not run over another number of tokens.
+        except (NotMovedError, RuntimeError):
             continue
         if q_share != k_share or v_share != 1:
             continue

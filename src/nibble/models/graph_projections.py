@@ -39,6 +39,8 @@ _DIGITS = 128
 """Values that tell channels apart, in each of the tokens."""
 _TOLERANCE = 1e-4
 """Of gates; those of neighbouring channels differ by more than ten times as much."""
+_LARGE = 40.0
+"""Times as large inputs of gates are a second time."""
 assert linear, quantized_linear  # which define the operators
 
 
@@ -55,7 +57,8 @@ def _join(graph: fx.Graph, rule: fx.Node) -> bool:
     try:
         with unset_fake_temporarily():  # which compilers' passes run under
             inputs, runs = _projection_of(rule)
-    except NotMovedError:
+    # What is between may not run over other numbers of tokens.
+    except (NotMovedError, RuntimeError):
         return False
     with graph.inserting_before(rule):
         joined = graph.call_function(_PROJECTED, _arguments((*inputs, runs), rule.args))
@@ -158,14 +161,19 @@ def _columns(
     gate: fx.Node, product: fx.Node, numbers: Mapping[fx.Node, Tensor], compute: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
     """Return of which column of a product each head's gate is computed, if each is so of one."""
-    values_TW = _told_apart(_width(product))
-    gate_TH = _Run({product: values_TW.view(_shape(product)), **numbers})(gate)
-    if gate_TH.dim() != 2 or len(gate_TH) != TOKENS:
-        return None
-    candidates_TWH = compute(values_TW.unsqueeze(-1)).expand(-1, -1, gate_TH.shape[1])
-    off_TWH = (candidates_TWH - gate_TH.unsqueeze(1)).abs() / gate_TH.abs().unsqueeze(1)
-    is_near_WH = (off_TWH < _TOLERANCE).all(0)
-    return is_near_WH.int().argmax(0) if bool((is_near_WH.sum(0) == 1).all()) else None
+    near_WH = None
+    # Small values tell columns apart, and large ones whether a gate has bounds.
+    for values_TW in (_told_apart(_width(product)) * size for size in (1.0, _LARGE, -_LARGE)):
+        gate_TH = _Run({product: values_TW.view(_shape(product)), **numbers})(gate)
+        if gate_TH.dim() != 2 or len(gate_TH) != TOKENS:
+            return None
+        candidates_TWH = compute(values_TW.unsqueeze(-1)).expand(-1, -1, gate_TH.shape[1])
+        off_TWH = (candidates_TWH - gate_TH.unsqueeze(1)).abs() / gate_TH.abs().unsqueeze(1)
+        is_near_WH = (off_TWH < _TOLERANCE).all(0)
+        near_WH = is_near_WH if near_WH is None else near_WH & is_near_WH
+        if not bool((near_WH.sum(0) == 1).all()):
+            return None
+    return None if near_WH is None else near_WH.int().argmax(0)
 
 
 def _cut(source_C: Tensor, places: Sequence[int], values: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +231,9 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _width(product: fx.Node) -> int:
-    width: int = product.meta["val"].shape[-1]
+    width = product.meta["val"].shape[-1]
+    if not isinstance(width, int):
+        raise NotMovedError
     return width
 
 

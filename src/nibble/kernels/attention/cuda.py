@@ -143,14 +143,14 @@ def tiling_of(
         tokens, most = 32, 1024 // dim
     elif columns > WIDTHS[1]:
         tokens = 32
-    elif most == 8 and dim <= WIDEST_DIM and not is_fixed:
-        # 12 warps, which have room for half a tile's scores and no queries, hide more latency than 8 that have both.
-        in_registers, tokens, most = False, 32, 12
+    tilings = [Tiling(tokens, warps, in_registers) for warps in (12, 8, 6, 4, 2, 1) if warps <= most]
+    if in_registers and tokens == 64 and most == 8 and dim <= WIDEST_DIM and not is_fixed:
+        # With room for half a tile's scores and no queries 12 warps fit, which hide more latency than 8 that have both.
+        tilings.insert(0, Tiling(32, 12, False))
     # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
-    tilings = (Tiling(tokens, warps, in_registers) for warps in (12, 8, 6, 4, 2) if warps <= most)
     fitting = (t for t in tilings if t.warps * t.warp_bytes(key, value, dim, columns) <= available)
-    return next(fitting, Tiling(tokens, 1, in_registers))
+    return next(fitting, tilings[-1])
 
 
 @cache

@@ -84,7 +84,7 @@ DEVICE void decode_key_word(const KeyRow& row, int word, u32* pairs) {
   }
 }
 
-// Operand B of the scores, a lane's part of it: in registers, or, of more than 16 columns, in shared memory of the warp.
+// Operand B of the scores, a lane's part of it: in registers, or in shared memory of the warp.
 // Each lane reads what it wrote itself.
 struct Queries {
   static constexpr bool IN_REGISTERS = QUERIES_IN_REGISTERS;

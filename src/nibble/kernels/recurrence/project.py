@@ -53,12 +53,12 @@ def project_kernel(
     B_FIRST: tl.constexpr, B_LENGTH: tl.constexpr, B_STRIDE: tl.constexpr,
     C: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Bring a tile of a token's channels into their order, and compute its gates. Grid: tiles of channels, tokens.
+    """Bring a tile of a token's channels into their order, and compute its gates. Grid: tokens, tiles of channels.
 
     KEYS: channels of queries, and of keys.
     """
     wait_for_inputs(PDL)
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # --- channels
     c_C = tile * C + tl.arange(0, C)
     keep_C = c_C < channels
@@ -101,7 +101,7 @@ def project(projection: Projection, conv: Convolution, state: LayerState) -> tup
     if not tokens:
         return x_TC, log_decay_TH, beta_TH
     options = launch_options(gpu_of(x_TW.device))
-    project_kernel[(cdiv(channels, CHANNELS), tokens)](
+    project_kernel[(tokens, cdiv(channels, CHANNELS))](
         x_TW, a_TW, b_TW, projection.paces_H, projection.offsets_H, x_TC, log_decay_TH, beta_TH,
         x_TW.stride(0), a_TW.stride(0), b_TW.stride(0), channels, conv.q_at, conv.k_at, conv.v_at,
         key_heads // conv.share * columns, heads, **run_constants(projection), C=CHANNELS,

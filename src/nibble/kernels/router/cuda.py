@@ -110,8 +110,6 @@ def logits_of_token(x_1I: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> T
     from nibble.kernels.nvrtc import INT, POINTER
 
     rows, inputs = weight_EI.shape
-    if x_1I.stride(1) != 1 or x_1I.data_ptr() % 16:
-        x_1I = x_1I.clone(memory_format=torch.contiguous_format)
     logits_1E = x_1I.new_empty(1, rows)
     tensors = (x_1I, weight_EI, bias_E, logits_1E)
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
