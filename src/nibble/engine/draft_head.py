@@ -123,20 +123,34 @@ class DraftHead(DraftBooks):
         """Take the hidden states [T, X] of a step, in its order, and compute rows of requests that have many."""
         self._forget(item.request for item in batch.scheduled)
         tracks = [self._track(item.request) for item in batch.scheduled]
-        states_TH, first, long = self.head.combine(states_TX), 0, list[Track]()
-        for track, item in zip(tracks, batch.scheduled, strict=True):
-            track.follow()
-            self._extend(track, item)
-            if not track.is_lost and track.end - track.start > WAITING_STATES:
-                self._take(track, item.start, states_TH[first : first + item.num_tokens])
-                long.append(track)
-            first += item.num_tokens
+        try:
+            states_TH = self.head.combine(states_TX)
+            long = self._extend_all(tracks, batch.scheduled, states_TH)
+        except BaseException:
+            # What they say that they have is not there.
+            for track in tracks:
+                self._lose(track)
+            raise
         try:
             self._store(long)
         finally:
             self._wait(tracks, batch.scheduled, states_TH)
         most = self.graphs.length(len(tracks)) if self.graphs else 0
         self._store([track for track in tracks if track.num_waiting > (most or KEPT_STATES)])
+
+    def _extend_all(
+        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TH: Tensor
+    ) -> list[Track]:
+        """Note what hidden states there are; return the requests that have more than can wait."""
+        first, long = 0, list[Track]()
+        for track, item in zip(tracks, scheduled, strict=True):
+            track.follow()
+            self._extend(track, item)
+            if not track.is_lost and track.end - track.start > WAITING_STATES:
+                self._take(track, item.start, states_TH[first : first + item.num_tokens])
+                long.append(track)
+            first += item.num_tokens
+        return long
 
     def _extend(self, track: Track, item: ScheduledRequest) -> None:
         """Note that there are hidden states of an item's tokens; they replace those of drafts that did not count."""
@@ -283,7 +297,8 @@ class DraftHead(DraftBooks):
             others = self._chain_all(ready, self.graphs) if self.graphs else ready
             # What is left for the first step is no more than KEPT_STATES of each.
             self._store([track for track in others if track.num_waiting > KEPT_STATES])
-            step = [track for track in others if self._has_pages(track, len(track.twin.token_ids))]
+            kept = [track for track in others if not track.is_lost]
+            step = [track for track in kept if self._has_pages(track, len(track.twin.token_ids))]
             while step:
                 step = [track for group in self.groups(step) for track in self._draft(group)]
             return [track.tokens for track in tracks]
@@ -310,9 +325,9 @@ class DraftHead(DraftBooks):
 
     def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs) -> list[Track]:
         """Draft for some requests, and read all drafts at the end; return those that there is no room for."""
-        start_time, most = perf_counter(), graphs.length(len(tracks))
-        steps = max(self.planned(track, len(tracks)) for track in tracks)
+        most, steps = graphs.length(len(tracks)), max(self.planned(track, len(tracks)) for track in tracks)
         self._store([track for track in tracks if track.num_waiting > most])
+        start_time = perf_counter()
         chained = [track for track in tracks if self._has_room(track, steps)]
         if chained:
             for step in range(steps):

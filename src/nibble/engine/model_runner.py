@@ -62,6 +62,7 @@ from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 from nibble.models.parallel_rows import Rows
+from nibble.models.taps import TAPS
 
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
 """With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
@@ -519,7 +520,7 @@ class ModelRunner:
         )  # fmt: skip
         # The step after one that has drafts takes no tokens of it.
         sampled = () if min(new) > 1 else self._sampled_rows(rows, scheduled)
-        has_states = self.graphs is not None and self.graphs.states is not None
+        has_states = hasattr(self.model, TAPS)
         sampled_rows, state_rows = packed.add(sampled), packed.add(rows_of_logits if has_states else ())
         return StepNumbers(
             packed, (inputs, sampled_rows, state_rows), sum(new), len(rows_of_logits),
