@@ -37,7 +37,7 @@ class _Users:
     before: tuple[str | None, bool, str | None] | None = None
     """None: another folder serves."""
 
-    def enter(self) -> None:
+    def add(self) -> None:
         with self.lock:
             self.count += 1
             if self.count == 1 and (folder := _folder_needed()):
@@ -45,7 +45,7 @@ class _Users:
                 sys.pycache_prefix, sys.dont_write_bytecode = folder, False
                 os.environ[PREFIX_VARIABLE] = folder
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         with self.lock:
             self.count -= 1
             if self.count or self.before is None:
@@ -68,11 +68,11 @@ def keep_bytecode() -> Iterator[None]:
     Processes that start meanwhile read it too. A folder that the user has chosen stays, and one that cannot be written
     costs time, nothing else.
     """
-    _users.enter()
+    _users.add()
     try:
         yield
     finally:
-        _users.leave()
+        _users.remove()
 
 
 def _folder_needed() -> str | None:
@@ -95,7 +95,7 @@ def _folder(specs: list[ModuleSpec]) -> Path:
     """
     places = {Path(spec.origin or "").parents[1] for spec in specs}
     digest = hashlib.sha256(
-        repr(sorted(path.name for at in places for path in at.glob("*.dist-info"))).encode()
+        repr(sorted(path.name for place in places for path in place.glob("*.dist-info"))).encode()
     )
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -297,8 +297,11 @@ class DraftHead(DraftBooks):
             others = self._chain_all(ready, self.graphs) if self.graphs else ready
             # What is left for the first step is no more than KEPT_STATES of each.
             self._store([track for track in others if track.num_waiting > KEPT_STATES])
-            kept = [track for track in others if not track.is_lost]
-            step = [track for track in kept if self._has_pages(track, len(track.twin.token_ids))]
+            step = [
+                track
+                for track in others
+                if not track.is_lost and self._has_pages(track, len(track.twin.token_ids))
+            ]
             while step:
                 step = [track for group in self.groups(step) for track in self._draft(group)]
             return [track.tokens for track in tracks]
