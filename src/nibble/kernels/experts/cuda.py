@@ -41,8 +41,6 @@ RESERVED = 1 << 10
 LANES = 4
 """Lanes among which a step's inputs are split, 16 bytes of codes each."""
 GATES = {"": 0, SILU: 1, CLAMPED: 2}
-MOST_ROUTED = 1024
-"""Experts among which a kernel chooses by itself, at most."""
 MOST_COMBINED = 8
 """Choices of a single token whose outputs blocks of a cluster sum up, at most."""
 PLAIN = WeightFormat("bfloat16")
@@ -197,7 +195,6 @@ def routes(
         and x.data_ptr() % 16 == 0
         and combines(choices, x)
         and x.dtype == router_EI.dtype
-        and experts <= MOST_ROUTED
         and experts == up.shape[0] == down.shape[0]
         and router.serves(router_EI, choices[1])
     )
