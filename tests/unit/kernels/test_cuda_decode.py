@@ -58,7 +58,7 @@ def run(
     columns = cuda.columns_of(batch, heads, k.heads)
     variant = cuda.variant_of(k.format.name, v.format.name, dim, PAGE, columns, True, False, SHARED)
     out_THD = torch.full_like(q_THD, float("nan"))
-    workspace = torch.empty(blocks * (variant.warps + 2) * variant.columns, dim + 2)
+    workspace = torch.empty(blocks * (variant.tiling.warps + 2) * variant.columns, dim + 2)
     counters = torch.zeros(1 << 12, dtype=torch.int32)
     planes = [plane for pages in (k, v) for plane in (*pages.planes_PHS, None)[:2]]
     cu_seqlens = None if queries == 1 else batch.cu_seqlens_q_B1
@@ -76,7 +76,7 @@ def run(
     )
     cuda_on_cpu.Kernel(cuda.SOURCE, variant.macros).launch(
         blocks,
-        32 * variant.warps,
+        32 * variant.tiling.warps,
         variant.shared_bytes(len(LENS)),
         (),
         [*addresses, params.scale, 0.0, *sizes],
