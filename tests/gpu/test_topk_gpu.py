@@ -67,6 +67,28 @@ def test_row_max(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_replays(lambda: op.row_max(x), define, x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 32000), (8, 151936), (5, 32003), (3, 17)])
+def test_draw_likeliest(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device="cuda").to(dtype)
+    ids = torch.randperm(shape[1], device="cuda")
+    numbers = torch.zeros(2, shape[0], dtype=torch.int64, device="cuda")
+    found = numbers[0], numbers[1].view(torch.float64)
+    expected = torch.zeros_like(found[0]), torch.zeros_like(found[1])
+
+    def define() -> tuple[Tensor, Tensor]:
+        naive.draw_likeliest(x, ids, *expected)
+        # Sums are added in another order.
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=0, equal_nan=True)
+        return expected[0], found[1]
+
+    def compute() -> tuple[Tensor, Tensor]:
+        op.draw_likeliest(x, ids, *found)
+        return found
+
+    assert_replays(compute, define, x)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_compiled_models_choose_experts_by_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from nibble import LLM
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
+from nibble.engine import draft_steps
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.draft_steps import DraftGraphs, WaitingStates
@@ -304,12 +305,12 @@ def test_a_token_that_is_not_mapped_is_noticed(
     found = []
     for how in (None, record):
         if how:
-            store = DraftGraphs.store_drawn
+            draw = draft_steps.topk.draw_likeliest
 
-            def unmapped(self: DraftGraphs, tokens: Tensor, chances: Tensor, store: Any = store) -> None:
-                store(self, torch.searchsorted(self._forward.draft_ids, tokens), chances)
+            def unmapped(x_SV: Tensor, _: Tensor, *drawn: Tensor, draw: Any = draw) -> None:
+                draw(x_SV, None, *drawn)
 
-            monkeypatch.setattr(DraftGraphs, "store_drawn", unmapped)
+            monkeypatch.setattr(draft_steps.topk, "draw_likeliest", unmapped)
         with proposals() as noted:
             answers(served(model, drafter, how), PROMPTS[:2], **{**GREEDY, "max_tokens": 8})
         found.append(sorted(noted))

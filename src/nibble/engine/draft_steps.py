@@ -186,15 +186,17 @@ class DraftGraphs(Graphs):
     def store_logits(self, logits_BV: Tensor, states_BX: Tensor | None = None) -> None:
         """Draw the likeliest token of each row for the step that follows, with its hidden state."""
         super().store_logits(logits_BV, states_BX)
-        places_B = topk.row_max(logits_BV)[1]
-        chances_B = logits_BV.softmax(-1, dtype=torch.float32).gather(1, places_B[:, None])[:, 0]
-        ids = self._forward.draft_ids
-        self.store_drawn(places_B if ids is None else ids[places_B], chances_B)
+        topk.draw_likeliest(logits_BV, self._forward.draft_ids, *self._drawn(len(logits_BV)))
 
     def store_drawn(self, tokens_B: Tensor, chances_B: Tensor) -> None:
         """Let the step that follows read these tokens."""
-        self.inputs[2, : len(tokens_B)].copy_(tokens_B)
-        self.inputs[3].view(torch.float64)[: len(chances_B)].copy_(chances_B)
+        tokens, chances = self._drawn(len(tokens_B))
+        tokens.copy_(tokens_B)
+        chances.copy_(chances_B)
+
+    def _drawn(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return where tokens and their chances are stored."""
+        return self.inputs[2, :size], self.inputs[3, :size].view(torch.float64)
 
     @torch.inference_mode()
     def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import nibble
 from nibble.kernels import topk as op
@@ -111,6 +113,48 @@ def test_the_first_of_equal_values_and_nan_in_a_long_row() -> None:
     assert found[1].tolist()[:6] == [0, 5000, 4000, 0, 10000, 0]
     wide = values(3, 5000)[:, 7:4800]
     assert_same(fast.row_max(wide), naive.row_max(wide))
+
+
+def drawn(draw: Callable[..., None], x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    numbers = torch.zeros(2, len(x) + 1, dtype=torch.int64)
+    chances = numbers[1].view(torch.float64)
+    draw(x, ids, numbers[0, : len(x)], chances[: len(x)])
+    assert not numbers[:, len(x) :].any(), "it writes what it was given"
+    return numbers[0, : len(x)], chances[: len(x)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (2, fast.PART), (5, 2 * fast.PART + 1), (2, 40000)])
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_the_likeliest_token_and_its_chance(
+    shape: tuple[int, int], dtype: torch.dtype, has_ids: bool
+) -> None:
+    x = values(*shape, dtype=dtype) * 2
+    ids = torch.randperm(shape[1]) + 7 if has_ids else None
+    expected = x.float().softmax(-1).max(-1)
+    for draw in (fast.draw_likeliest, naive.draw_likeliest, op.draw_likeliest):
+        tokens, chances = drawn(draw, x, ids)
+        assert torch.equal(tokens, naive.row_max(x)[1] if ids is None else ids[naive.row_max(x)[1]])
+        torch.testing.assert_close(chances.float(), expected.values, rtol=1e-5, atol=0)
+        assert not len(drawn(draw, x[:0], ids)[0])
+
+
+def test_chances_where_values_are_no_usual_numbers() -> None:
+    x = values(6, 3 * fast.PART)
+    x[0] = -INF
+    x[1, 5000:] = -INF
+    x[2, 9000] = NAN
+    x[3, [70, 10000]] = INF
+    x[4] = 0.0
+    x[4, :6000] = -0.0
+    x[5] = -1e30
+    x[5, 4097] = -1e29
+    for draw in (fast.draw_likeliest, naive.draw_likeliest):
+        tokens, chances = drawn(draw, x, None)
+        assert tokens[[0, 2, 3, 4, 5]].tolist() == [0, 9000, 70, 0, 4097]
+        assert torch.isnan(chances[2])
+        expected = [1 / x.shape[1], float(x[1].softmax(-1).max()), 0.5, 1 / x.shape[1], 1.0]
+        assert chances[[0, 1, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 COMPILED = """

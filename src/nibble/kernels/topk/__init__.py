@@ -56,6 +56,24 @@ def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     return naive.row_max(x_SV)
 
 
+def draw_likeliest(x_SV: Tensor, ids_V: Tensor | None, tokens_S: Tensor, chances_S: Tensor) -> None:
+    """Write the token that each row of logits makes likeliest, the first of several, and its chance.
+
+    The chance is that of softmax; of several infinite values each has the same. It is NaN where a value is.
+
+    Args:
+        x_SV: Logits.
+        ids_V: int64 id of each value; None: its place.
+        tokens_S: int64, for the ids.
+        chances_S: float64, for the chances; computed in float32.
+    """
+    if _has_kernels(x_SV) and x_SV.dtype in DTYPES and x_SV.stride(1) == 1:
+        from nibble.kernels.topk import triton as fast
+
+        return fast.draw_likeliest(x_SV, ids_V, tokens_S, chances_S)
+    return naive.draw_likeliest(x_SV, ids_V, tokens_S, chances_S)
+
+
 def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and triton_present()
 

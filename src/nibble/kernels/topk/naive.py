@@ -5,6 +5,7 @@ Shape suffixes: K largest values; S rows, V values of a row.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,13 @@ def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest value of each row, and its place, the first of several."""
     values_S, indices_S = x_SV.max(-1)
     return values_S, indices_S
+
+
+def draw_likeliest(x_SV: Tensor, ids_V: Tensor | None, tokens_S: Tensor, chances_S: Tensor) -> None:
+    """Write the id of each row's largest value, the first of several, and its chance."""
+    x_SV = x_SV.float()
+    peaks_S, places_S = row_max(x_SV)
+    # Infinite values are equal, and their difference is no number.
+    over_SV = torch.where(x_SV == peaks_S[:, None], 1.0, (x_SV - peaks_S[:, None]).exp())
+    tokens_S.copy_(places_S if ids_V is None else ids_V[places_S])
+    chances_S.copy_(1 / over_SV.sum(-1))

@@ -10,6 +10,8 @@ a part, P parts, padded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -75,19 +77,35 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def part_max_kernel(x, maxima, stride, width, B: tl.constexpr, PDL: tl.constexpr):
-    """Find the largest of B values, and the first place where it is. Grid: parts, rows."""
+def float_of(number):
+    """Return the float32 values that ordered() numbers: 0.0 for both zeros, NaN for the largest number."""
+    return tl.where(number < 0, number ^ LARGEST, number).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp_over(number, largest):
+    """Return exp(x - the largest x) by their numbers: 1 where they are equal, also if infinite; 0 where there is none."""
+    x, most = float_of(number), float_of(largest)
+    # Infinite values are equal, and their difference is no number.
+    difference = tl.where(x == most, 0.0, x) - tl.where(x == most, 0.0, most)
+    return tl.where(number == NONE, 0.0, tl.exp(difference))
+
+
+@triton.jit
+def part_max_kernel(x, maxima, sums, stride, width, B: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr):
+    """Find the largest of B values and its first place; with SUMS, what exp() adds up to over it. Grid: parts, rows."""
     wait_for_inputs(PDL)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    v_B = part * B + tl.arange(0, B)
+    v_B, out = part * B + tl.arange(0, B), row * tl.num_programs(0) + part
     live_B = v_B < width
     x_B = tl.load(x + row * stride + v_B, mask=live_B, other=0.0).to(tl.float32)
     number_B = tl.where(live_B, ordered(x_B), NONE)
     largest = tl.max(number_B, 0)
     index = tl.min(tl.where(number_B == largest, v_B, LARGEST), 0)
     # The place is below the value, turned round: of equal values the first has the larger number.
-    both = (largest.to(tl.int64) << 32) | (index ^ LARGEST).to(tl.int64)
-    tl.store(maxima + row * tl.num_programs(0) + part, both)
+    tl.store(maxima + out, (largest.to(tl.int64) << 32) | (index ^ LARGEST).to(tl.int64))
+    if SUMS:
+        tl.store(sums + out, tl.sum(exp_over(number_B, largest), 0))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -101,28 +119,76 @@ def row_max_kernel(x, maxima, values, indices, stride, parts, P: tl.constexpr, P
     tl.store(values + row, tl.load(x + row * stride + index))
 
 
+@triton.jit(do_not_specialize=["parts"])
+def draw_kernel(maxima, sums, ids, tokens, chances, parts, P: tl.constexpr, HAS_IDS: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """Store the id of the largest of a row's parts, and its share of the exp() of all. Grid: rows."""
+    wait_for_inputs(PDL)
+    row, p_P = tl.program_id(0).to(tl.int64), tl.arange(0, P)
+    both_P = tl.load(maxima + row * parts + p_P, mask=p_P < parts, other=NO_PART)
+    both = tl.max(both_P, 0)
+    token = (both & LARGEST) ^ LARGEST
+    if HAS_IDS:
+        token = tl.load(ids + token)
+    tl.store(tokens + row, token)
+    sum_P = tl.load(sums + row * parts + p_P, mask=p_P < parts, other=0.0)
+    share_P = exp_over((both_P >> 32).to(tl.int32), (both >> 32).to(tl.int32))
+    tl.store(chances + row, (1.0 / tl.sum(sum_P * share_P, 0)).to(tl.float64))
+
+
 def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest value of each row, and its place, the first of several. Rows must be contiguous."""
-    rows, width = x_SV.shape
-    parts, device = cdiv(width, PART), x_SV.device
-    maxima_SP = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    rows, device = len(x_SV), x_SV.device
     values_S = torch.empty(rows, dtype=x_SV.dtype, device=device)
     indices_S = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return values_S, indices_S
-    options = launch_options(gpu_of(device))
-    stride, pdl = x_SV.stride(0), bool(options)
-    part_max_kernel[(parts, rows)](x_SV, maxima_SP, stride, width, PART, pdl, num_warps=PART_WARPS, **options)
+    maxima_SP, _, options = _part_maxima(x_SV, with_sums=False)
+    parts = maxima_SP.shape[1]
     row_max_kernel[(rows,)](
         x_SV,
         maxima_SP,
         values_S,
         indices_S,
-        stride,
+        x_SV.stride(0),
         parts,
         next_power_of_2(parts),
-        pdl,
+        bool(options),
         num_warps=1,
         **options,
     )
     return values_S, indices_S
+
+
+def draw_likeliest(x_SV: Tensor, ids_V: Tensor | None, tokens_S: Tensor, chances_S: Tensor) -> None:
+    """Write the id of each row's largest value, the first of several, and its chance. Rows must be contiguous."""
+    if not len(x_SV):
+        return
+    maxima_SP, sums_SP, options = _part_maxima(x_SV, with_sums=True)
+    parts = maxima_SP.shape[1]
+    draw_kernel[(len(x_SV),)](
+        maxima_SP,
+        sums_SP,
+        ids_V,
+        tokens_S,
+        chances_S,
+        parts,
+        next_power_of_2(parts),
+        ids_V is not None,
+        bool(options),
+        num_warps=1,
+        **options,
+    )
+
+
+def _part_maxima(x_SV: Tensor, *, with_sums: bool) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Return the largest of all parts with their places, the sums of exp() over them, and the options of launches."""
+    (rows, width), device = x_SV.shape, x_SV.device
+    parts, options = cdiv(width, PART), launch_options(gpu_of(device))
+    maxima_SP = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    sums_SP = torch.empty(rows, parts, dtype=torch.float32, device=device) if with_sums else None
+    part_max_kernel[(parts, rows)](
+        x_SV, maxima_SP, sums_SP, x_SV.stride(0), width, PART, with_sums, bool(options), num_warps=PART_WARPS,
+        **options,
+    )  # fmt: skip
+    return maxima_SP, sums_SP, options
