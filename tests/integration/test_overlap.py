@@ -305,6 +305,29 @@ def test_an_interrupt_loses_nothing(pair: tuple[LLM, LLM], monkeypatch: pytest.M
     assert first + rest == pair[0].generate(PROMPTS[1], max_tokens=12).text
 
 
+def test_what_was_sampled_is_told_before_all_requests_fail(
+    pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pieces = pair[1].engine, list[Delta]()
+    # With a penalty the next step is scheduled once this one is read.
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, repetition_penalty=1.1)
+    (request,) = engine.submit([5, 6, 7], params, pieces.append)
+    for _ in range(4):
+        engine.step()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a mistake in the books")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", broken)
+        with pytest.raises(RuntimeError, match="a mistake"):
+            engine.step()
+    told = sum(len(piece.token_ids) for piece in pieces)
+    engine.fail("the engine failed")
+    assert pieces[-1].error == "the engine failed"
+    assert told < sum(len(piece.token_ids) for piece in pieces) == request.num_output_tokens
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_taker_that_fails_ends_only_its_own_answer(pair: tuple[LLM, LLM], which: int) -> None:
     engine, taken = pair[which].engine, []

@@ -79,6 +79,8 @@ class Lease:
     """A slot of a snapshot, held, from which the next step goes on."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Slots that the next step copies before it computes: from, to."""
+    are_states_lost: bool = False
+    """Whether a step raised midway, so that nobody knows what the slot holds."""
     saved_states: dict[int, int] = field(default_factory=dict)
     """Slots that hold, or will with the next step, the states at a page boundary; held, and not in the tree."""
     state_boundaries: dict[int, Place] = field(default_factory=dict)

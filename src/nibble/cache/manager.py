@@ -342,9 +342,9 @@ class CacheManager:
         return self._states.draft_room(lease, start) if self._states else MAX_DRAFTS
 
     def reserve_ahead(self, lease: Lease, upto: int) -> None:
-        """Allocate pages for `upto` tokens that a later step may have, where so many are free; see trim()."""
+        """Allocate pages for `upto` tokens that a later step may have, where so many can be had; see trim()."""
         needed = self.pages_for(upto) - len(lease.pages)
-        if needed <= self._allocator.num_free and not self.residency:
+        if needed <= self.num_available_pages and not self.residency:
             lease.num_ahead_tokens = upto
             if needed > 0:
                 self._reserve_pages(lease, needed)

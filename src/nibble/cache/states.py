@@ -206,13 +206,12 @@ class StateBooks:
         full, rest = divmod(stored, self.page_size)
         # A step that was reserved, and not run, has left the slot as it was before.
         num_ahead = 0 if lease.state_copies else lease.num_reserved_tokens - stored
-        is_empty = lease.state_slot is None or lease.state_slot in (
-            target for _, target in lease.state_copies
-        )
+        has_states = lease.state_slot is not None and not lease.are_states_lost
+        is_copied_to = any(lease.state_slot == target for _, target in lease.state_copies)
         self._withdraw_copies(lease)
         slot = lease.saved_states.get(full)
         # What is kept of inputs has room for so many more, so the states at the boundary are still there.
-        if slot is None and not rest and not is_empty and num_ahead <= IN_FLIGHT:
+        if slot is None and not rest and has_states and not is_copied_to and num_ahead <= IN_FLIGHT:
             slot = lease.state_slot
         if slot is not None and full:
             self._attach(lease, full, slot, place)

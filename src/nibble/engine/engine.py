@@ -279,10 +279,13 @@ class Engine:
                 self.ranks.close()
 
     def fail(self, error: str) -> None:
-        """End all requests with an error."""
+        """End all requests with an error, after what they gained before."""
         with self._lock:
-            for request in list(self._streams):
-                self._abort(request, error)
+            try:
+                self._emit_pending()
+            finally:
+                for request in list(self._streams):
+                    self._abort(request, error)
 
     @property
     def busy(self) -> bool:
@@ -372,6 +375,11 @@ class Engine:
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail_batch(batch, self._explained(error))
             return False
+        except BaseException as error:
+            # After an interrupt a step is computed again, unless it may have changed states.
+            if self.runner.states:
+                self._fail_batch(batch, error)
+            raise
         # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
         self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
@@ -506,7 +514,7 @@ class Engine:
             stream = self._streams.pop(request)
             stream.on_output(stream.flush("abort", error, status))
 
-    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+    def _fail_batch(self, batch: Batch, error: BaseException) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
         try:
             self._emit_pending()  # what they gained before

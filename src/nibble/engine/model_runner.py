@@ -130,13 +130,20 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Return logits [S, V] of tokens that are sampled from, then of all logprob_rows; or of `every` token."""
+        leases = [item.request.lease for item in batch.scheduled]
         try:
-            return self._forward(batch.scheduled, every)
+            logits = self._forward(batch.scheduled, every)
         except BaseException:
+            # The step raised midway, as by an interrupt, so nobody knows what the device has.
+            self.tables.forget()
+            for lease in leases:
+                lease.are_states_lost = True
             if self.tier:
-                # The step raised midway, so nobody knows what these hot buffers hold.
                 self.tier.invalidate(self._rows(batch.scheduled))
             raise
+        for lease in leases:
+            lease.state_copies = []
+        return logits
 
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
@@ -251,7 +258,7 @@ class ModelRunner:
         ]
         return StepNumbers(
             packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), ON_DEVICE in ids,
-            0, skipped, state_rows, groups, self._take_state_copies(scheduled),
+            0, skipped, state_rows, groups, self._state_copies(scheduled),
         )  # fmt: skip
 
     def _idle_numbers(self) -> StepNumbers:
@@ -370,8 +377,12 @@ class ModelRunner:
             self.tables.row(lease)
         packed = PackedInts()
         updates = self.tables.pack_updates(packed)
-        if updates.any_pages:
-            self.tables.apply_updates(packed.send(self.device), updates)
+        try:
+            if updates.any_pages:
+                self.tables.apply_updates(packed.send(self.device), updates)
+        except BaseException:
+            self.tables.forget()
+            raise
 
     def _send(self, numbers: StepNumbers) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
@@ -402,15 +413,11 @@ class ModelRunner:
 
     # Recurrent states
 
-    def _take_state_copies(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
-        """Return the copies of slots that come before a step, each once."""
+    def _state_copies(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """Return the copies of slots that come before a step."""
         if not self.states:
             return []
-        leases = [item.request.lease for item in scheduled]
-        copies = [pair for lease in leases for pair in lease.state_copies]
-        for lease in leases:
-            lease.state_copies = []
-        return copies
+        return [pair for item in scheduled for pair in item.request.lease.state_copies]
 
     # Steps of decodes alone
 
@@ -435,7 +442,7 @@ class ModelRunner:
             )
         )  # fmt: skip
         count, updates = len(scheduled), self._pack_updates(packed, scheduled)
-        copies = self._take_state_copies(scheduled)
+        copies = self._state_copies(scheduled)
         return StepNumbers(packed, (inputs,), count, count, updates, replay_size=size, state_copies=copies)
 
     def _replay(
@@ -525,7 +532,7 @@ class ModelRunner:
         return StepNumbers(
             packed, (inputs, sampled_rows, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
-            state_copies=self._take_state_copies(scheduled),
+            state_copies=self._state_copies(scheduled),
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:

@@ -147,6 +147,14 @@ class PageTables:
         """Write new page ids into the table."""
         self.table_RN.view(-1).index_copy_(0, places, pages)
 
+    def forget(self) -> None:
+        """Take the device to know nothing of open leases: what was taken for it may not have come there."""
+        self._num_filled = [0] * len(self._num_filled)
+        self._new_places, self._new_pages = [], []
+        self._slots, self._new_slots = {}, {}
+        if self.exact:
+            self.exact.forget(self._rows.values())
+
     def pack_updates(self, packed: PackedInts, tier: Any = None) -> SentUpdates:
         """Add all that the device does not have yet to the integers of a step; return where it lies.
 
@@ -204,6 +212,12 @@ class ExactTable:
         """Note that another lease has the row."""
         self._sent_by_row[row] = {}
         self._new_rows.append(row)
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take the device to know nothing of the leases of `rows`."""
+        self._new_rows, self._new_places, self._new_pages = [], [], []
+        for row in rows:
+            self.reset(row)
 
     def update(self, row: int, lease: Lease) -> None:
         """Note the exact pages of `lease` that the device does not know."""

@@ -1,0 +1,117 @@
+"""Steps that break off midway, by an error or an interrupt: they harm no other request, and none that comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from divided import tokens
+from nibble import LLM, SamplingParams
+from nibble.cache.state_pool import StatePool
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.page_tables import PageTables
+from nibble.engine.request import Delta
+from tiny import QWEN3_NEXT, save_tiny
+
+ANSWER = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
+LONG = tokens(150, seed=1, vocabulary=300)
+PROMPTS = [LONG, LONG[:128], LONG[:70] + LONG[90:130], LONG[100:130]]
+"""Some begin alike, so that states are copied from snapshots."""
+PLACES = {
+    "tables": (PageTables, "apply_updates"),
+    "states": (StatePool, "copy"),
+    "computed": (ModelRunner, "_step"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "dense": save_tiny(tmp_path_factory.mktemp("dense")),
+        "hybrid": save_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **QWEN3_NEXT),
+    }
+
+
+def engine(path: Path) -> LLM:
+    return LLM(str(path), kv_format="fp32", kv_memory="16MiB", max_context=256, token_budget=80)
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
+    found = {}
+    for name, path in models.items():
+        with engine(path) as llm:
+            found[name] = [answer(llm, prompt) for prompt in PROMPTS]
+    return found
+
+
+def answer(llm: LLM, prompt: list[int]) -> tuple[int, ...]:
+    return llm.generate(prompt, ANSWER).completions[0].token_ids
+
+
+def breaking(
+    inner: Callable[..., Any], nth: int, error: type[BaseException], *, after: bool
+) -> tuple[Callable[..., Any], list[int]]:
+    """A function that raises in its nth call, before or after what it does; and its count of calls."""
+    count = [0]
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == nth and not after:
+            raise error("planted")
+        result = inner(*args, **kwargs)
+        if count[0] == nth:
+            raise error("planted")
+        return result
+
+    return planted, count
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("dense", "tables"),
+        ("dense", "computed"),
+        ("hybrid", "tables"),
+        ("hybrid", "states"),
+        ("hybrid", "computed"),
+    ],
+)
+def test_a_step_that_breaks_off_harms_no_other(
+    name: str, place: str, after: bool, error: type[BaseException],
+    models: dict[str, Path], expected: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    owner, method = PLACES[place]
+    for nth in (2, 5):
+        with engine(models[name]) as llm:
+            answer(llm, PROMPTS[0])
+            found: list[list[int]] = [[] for _ in PROMPTS]
+            failed: set[int] = set()
+
+            def take(number: int, piece: Delta, found: Any = found, failed: Any = failed) -> None:
+                found[number] += piece.token_ids
+                if piece.error:
+                    failed.add(number)
+
+            planted, count = breaking(getattr(owner, method), nth, error, after=after)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, method, planted)
+                for number, prompt in enumerate(PROMPTS):
+                    llm.engine.submit(prompt, ANSWER, partial(take, number))
+                while llm.engine.busy:
+                    with suppress(KeyboardInterrupt):
+                        llm.engine.step()
+            assert count[0] >= nth, "nothing was planted"
+            llm.engine.scheduler.check_integrity()
+            for number, answered in enumerate(found):
+                assert number in failed or tuple(answered) == expected[name][number], (nth, number)
+            assert bool(failed) is (error is RuntimeError or name == "hybrid")
+            # Also those that go on from what the broken step may have left.
+            assert [answer(llm, prompt) for prompt in PROMPTS] == expected[name], (nth, "later ones are hurt")
