@@ -6,6 +6,7 @@ conformance suite, and the kernels' tests, see a GPU.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ if os.environ.get("NIBBLE_TEST_GPU") != "1":
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -42,16 +44,32 @@ set_caller(PLAN)  # as the command line has them, where most tests come from
 
 def pytest_collection_finish() -> None:
     """Kernels are in modules of tests by now, or in none."""
+    # An LLM that is closed collects garbage: what was imported is none, and would be looked through each time.
+    gc.collect()
+    gc.freeze()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         import fast_interpreter
 
         fast_interpreter.install()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # at its end the interpreter takes modules apart
+
+
 @pytest.fixture(scope="session", autouse=True)
 def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests observe of their models is not kept for this machine's user."""
     observations.FOLDER = str(tmp_path_factory.mktemp("observed"))
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Engines that a test did not close go with it, if it took its time: they are few objects, and many bytes."""
+    start = perf_counter()
+    yield
+    if perf_counter() - start > 1:
+        gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)
