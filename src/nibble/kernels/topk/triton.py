@@ -84,7 +84,7 @@ def float_of(number):
 
 @triton.jit
 def exp_over(number, largest):
-    """Return exp(x - the largest x) by their numbers: 1 where they are equal, also if infinite; 0 where there is none."""
+    """Return exp(x - the largest x) by their numbers: 1 where these are equal, 0 where there is none."""
     x, most = float_of(number), float_of(largest)
     # Infinite values are equal, and their difference is no number.
     difference = tl.where(x == most, 0.0, x) - tl.where(x == most, 0.0, most)
