@@ -25,7 +25,7 @@ def tensors(rows: int, n: int, k: int, bias: bool) -> tuple[torch.Tensor, torch.
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("n", [128, 160, 96 * 64])
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 32])
 def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
     x, weight, b = tensors(rows, n, 256, bias)
     expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
@@ -44,12 +44,11 @@ def test_tiles_are_whole_and_there_are_enough_of_them() -> None:
         (4096, 14336),
         (12352, 2048),
     ):
-        tile = twin.tile_of(outputs, inputs, 2, hopper)
-        assert outputs % tile.outputs == inputs % tile.inputs == 0
-        assert (
-            outputs // tile.outputs >= 64
-            and tile.stages * (tile.outputs + 16) * tile.inputs * 2 <= hopper.memory
-        )
+        for rows in (16, 32):
+            tile = twin.tile_of(outputs, inputs, 2, hopper, rows)
+            assert outputs % tile.outputs == inputs % tile.inputs == 0
+            assert outputs // tile.outputs >= 64
+            assert tile.stages * (tile.outputs + rows) * tile.inputs * 2 <= hopper.memory
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -78,11 +77,13 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(twin, name, multiply)
     for outputs, kernel in ((op.NARROW, "narrow_linear"), (op.NARROW + 1, "linear")):
         weight = torch.randn(outputs, 4)
-        calls.clear()
-        for rows, twins in ((1, 1), (op.MMA_ROWS, 2), (op.MMA_ROWS + 1, 2)):
-            x = torch.randn(1, rows, 4)
-            assert torch.allclose(op.linear(x, weight), F.linear(x, weight), atol=1e-5)
-            assert calls == [kernel] * twins
+        for more, least in ((False, op.MMA_ROWS), (True, op.MOST_ROWS)):
+            monkeypatch.setattr(op, "_is_faster", {op._key(weight, op.SEVERAL): more})
+            calls.clear()
+            for rows, twins in ((1, 1), (least, 2), (least + 1, 2)):
+                x = torch.randn(1, rows, 4)
+                assert torch.allclose(op.linear(x, weight), F.linear(x, weight), atol=1e-5)
+                assert calls == [kernel] * twins
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_trial_decides(error: float, ms: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "narrow_linear", lambda x, w, b: F.linear(x, w, b) * (1 + error))
     monkeypatch.setattr(op, "_ms", lambda multiply, x, w: 2.0 if multiply is F.linear else ms)
-    assert op._wins(torch.randn(8, 4)) is expected
+    assert op._wins(torch.randn(8, 4), op.FEW) is expected
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -112,18 +113,37 @@ def test_the_next_start_decides_alike(first: bool, cache: Path, monkeypatch: pyt
         monkeypatch.setattr(
             op, "_ms", lambda multiply, x, w, wins=wins: 2.0 - ((multiply is F.linear) != wins)
         )
-        assert op._wins(torch.randn(8, 4)) is expected
+        assert op._wins(torch.randn(8, 4), op.FEW) is expected
     (file,) = (cache / "linear").iterdir()
     file.write_text("tri")
     monkeypatch.setattr(op, "_is_faster", {})
-    assert op._wins(torch.randn(8, 4)) is not first
+    assert op._wins(torch.randn(8, 4), op.FEW) is not first
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "narrow_linear", lambda *_: 1 / 0)
     monkeypatch.setattr(op, "_is_faster", {})
-    assert not op._wins(torch.randn(8, 4))
+    assert not op._wins(torch.randn(8, 4), op.FEW)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("few", "several"), [(False, False), (True, False), (True, True)])
+def test_a_trial_for_more_rows(few: bool, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a weight that is served at all has one, and a narrow one has none."""
+    rows = []
+
+    def trial(_: torch.Tensor, count: int, *_unused: Path) -> bool:
+        rows.append(count)
+        return few if count == op.FEW else several
+
+    monkeypatch.setattr(op, "_trial", trial)
+    monkeypatch.setattr(op, "_may_serve", lambda _: True)
+    weight, narrow = torch.randn(op.NARROW + 1, 4), torch.randn(op.NARROW, 4)
+    assert op.serves(weight) is few and rows == [op.FEW, op.SEVERAL][: 1 + few]
+    assert op._is_faster.get(op._key(weight, op.SEVERAL), False) is several
+    rows.clear()
+    assert op.serves(narrow) is few and rows == [op.FEW]
 
 
 def test_what_is_not_on_a_gpu_is_left_alone() -> None:

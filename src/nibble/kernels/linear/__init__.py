@@ -2,7 +2,8 @@
 
 A decode step does hardly anything but read such a weight. Libraries split such products along K and add the parts up in
 a second kernel; linear/triton.py reads the weight once. So it does with weights of a few outputs, as routers of experts
-have. Which is faster depends on shape and GPU, so a trial at load decides for each shape. The torch references are
+have. Which is faster depends on shape, rows and GPU, so a trial at load decides for each shape, and another for the
+rows of a few requests with drafts. The torch references are
 F.linear and, for the rotation that `rot` applied to stored keys, formats/transforms.py.
 
 Shape suffixes: N values of the output, K of the input; T tokens, H heads, D values of a head.
@@ -30,6 +31,10 @@ MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays, unless it is narrow."""
 NARROW = 256
 """Outputs up to which a weight has a kernel of its own: routers of experts, gates."""
+MOST_ROWS = 2 * MMA_ROWS
+"""Rows that a large weight may be multiplied with; a narrow one with MMA_ROWS."""
+FEW, SEVERAL = MMA_ROWS // 2, MOST_ROWS
+"""Rows of a trial for MMA_ROWS at most, and of one for more."""
 MAX_ERROR = 0.01
 """How far Triton may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
 TRIALS = 5
@@ -41,26 +46,35 @@ SLEEP = 1 << 20
 """Clocks, half a millisecond."""
 RESULTS = {"triton": True, "torch": False}
 """What the file of a trial says: who was faster."""
-_is_faster: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
+_is_faster: dict[tuple[torch.device, torch.dtype, torch.Size, int], bool] = {}
 
 
 def serves(weight_NK: Tensor) -> bool:
-    """Return whether Triton can compute products with this weight, and is right and faster in a trial."""
-    return _may_serve(weight_NK) and _wins(weight_NK)
+    """Return whether Triton can compute products with this weight, and is right and faster in a trial.
+
+    It is for MMA_ROWS; whether more rows are served too is for another one to say.
+    """
+    if not _may_serve(weight_NK) or not _wins(weight_NK, FEW):
+        return False
+    if len(weight_NK) > NARROW:
+        _wins(weight_NK, SEVERAL)
+    return True
 
 
 def compile_ahead(weights: Iterable[Tensor]) -> None:
     """Begin to compile what trials of weights run, at the same time; serves() waits for it."""
     new = {
-        _key(x): x
+        _key(x, rows): x
         for x in weights
-        if _may_serve(x) and _key(x) not in _is_faster and not _trial_path(x).exists()
+        if _may_serve(x)
+        for rows in ((FEW,) if len(x) <= NARROW else (FEW, SEVERAL))
+        if _key(x, rows) not in _is_faster and not _trial_path(x, rows).exists()
     }
     if not new:
         return
     with ahead.rehearsal():
-        for weight_NK in new.values():
-            x = weight_NK.new_zeros(MMA_ROWS // 2, weight_NK.shape[1])
+        for (*_, rows), weight_NK in new.items():
+            x = weight_NK.new_zeros(rows, weight_NK.shape[1])
             # What goes wrong shows in the trial.
             with suppress(Exception):
                 _triton_linear(x, weight_NK, None)
@@ -80,23 +94,23 @@ def _may_serve(weight_NK: Tensor) -> bool:
     )
 
 
-def _key(weight_NK: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
-    return weight_NK.device, weight_NK.dtype, weight_NK.shape
+def _key(weight_NK: Tensor, rows: int) -> tuple[torch.device, torch.dtype, torch.Size, int]:
+    return weight_NK.device, weight_NK.dtype, weight_NK.shape, rows
 
 
-def _wins(weight_NK: Tensor) -> bool:
-    """Return the result of a trial, one for each shape and machine."""
-    key = _key(weight_NK)
+def _wins(weight_NK: Tensor, rows: int) -> bool:
+    """Return the result of a trial, one for each shape, rows and machine."""
+    key = _key(weight_NK, rows)
     if key not in _is_faster:
-        path = _trial_path(weight_NK)
+        path = _trial_path(weight_NK, rows)
         try:
             _is_faster[key] = RESULTS[path.read_text(encoding="utf-8")]
         except (OSError, ValueError, KeyError):  # none yet, or not one that _trial() left
-            _is_faster[key] = _trial(weight_NK, path)
+            _is_faster[key] = _trial(weight_NK, rows, path)
     return _is_faster[key]
 
 
-def _trial_path(weight_NK: Tensor) -> Path:
+def _trial_path(weight_NK: Tensor, rows: int) -> Path:
     """Return the file that keeps the result of a trial.
 
     Where both are equally fast each trial ends as it likes, and a model whose layers are computed in another way is
@@ -114,12 +128,14 @@ def _trial_path(weight_NK: Tensor) -> Path:
     gpu = torch.cuda.get_device_name(weight_NK.device) if weight_NK.is_cuda else ""
     facts = repr((gpu, torch.version.cuda, versions, sources))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    return cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{n}x{k}-{digest}"
+    return (
+        cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{rows}x{n}x{k}-{digest}"
+    )
 
 
-def _trial(weight_NK: Tensor, path: Path) -> bool:
+def _trial(weight_NK: Tensor, rows: int, path: Path) -> bool:
     """Run a trial and keep its result. A kernel that fails for whatever reason does not win, this time."""
-    x = torch.randn(MMA_ROWS // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+    x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
     try:
         wins = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(F.linear, x, weight_NK)
     except Exception:
@@ -174,8 +190,9 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 # An operator, so that a compiler of models leaves the choice to the time of the call, when the number of rows is known.
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    few = x.numel() <= MMA_ROWS * x.shape[-1]
-    return _triton_linear(x, weight, bias) if few else F.linear(x, weight, bias)
+    rows = x.numel() // x.shape[-1]
+    is_served = rows <= MMA_ROWS or (rows <= MOST_ROWS and _is_faster.get(_key(weight, SEVERAL), False))
+    return _triton_linear(x, weight, bias) if is_served else F.linear(x, weight, bias)
 
 
 def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,8 +74,8 @@ WIDE, NARROW = 64, 32
 """Outputs of a program."""
 
 
-def tile_of(outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
-    """Choose the tile of a weight of items of so many bytes.
+def tile_of(outputs: int, inputs: int, item: int, gpu: GPU, rows: int = MMA_ROWS) -> Tile:
+    """Choose the tile of a weight of items of so many bytes, for so many rows of x, padded.
 
     These were fastest on an H200 (benchmarks/linear.py), but for those of fewer outputs than FEW_OUTPUTS, or of odd
     ones, which were not measured; smaller GPUs have room for fewer steps.
@@ -86,7 +86,7 @@ def tile_of(outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
         tile = Tile(WIDE, 128, stages=4)
     else:
         tile = Tile(WIDE, 128, stages=6) if inputs < LONG_ROW else Tile(NARROW, 256, stages=6)
-    step = (tile.outputs + MMA_ROWS) * tile.inputs * item
+    step = (tile.outputs + rows) * tile.inputs * item
     return replace(tile, stages=min(tile.stages, gpu.memory // step))
 
 
@@ -94,7 +94,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
     """Compute x W^T + b.
 
     Args:
-        x: [..., K], of MMA_ROWS rows at most.
+        x: [..., K], of MMA_ROWS rows or few times as many.
         weight_NK: Contiguous; N a multiple of 32 and K of 256.
         bias_N: Added to each row, if there is one.
         tile: Another tile than the fastest.
@@ -107,10 +107,11 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     gpu = gpu_of(x.device)
-    tile, options = tile or tile_of(n, k, x.itemsize, gpu), launch_options(gpu)
+    rows = max(next_power_of_2(len(x_MK)), MMA_ROWS)
+    tile, options = tile or tile_of(n, k, x.itemsize, gpu, rows), launch_options(gpu)
     lines = _power_of_2_within(min(tile.stages * tile.inputs, k) * x.itemsize // LINE)
     linear_kernel[(n // tile.outputs,)](
-        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, MMA_ROWS, tile.outputs, tile.inputs,
+        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, rows, tile.outputs, tile.inputs,
         tile.stages, lines, bool(options), num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
