@@ -6,6 +6,7 @@ their collectives, is shown in tests/integration/test_parallel.py.
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import threading
@@ -125,6 +126,21 @@ class ThreadRanks(Ranks):
 
 
 @contextmanager
+def one_core() -> Iterator[None]:
+    """Let threads that the body starts share a core: on several they would pass the interpreter's lock to and fro."""
+    if not hasattr(os, "sched_setaffinity"):  # of Linux alone
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
 def threads_as_ranks() -> Iterator[None]:
     """Let the ranks of all engines be threads, in the body."""
     lock = threading.Lock()
@@ -144,6 +160,7 @@ def threads_as_ranks() -> Iterator[None]:
         (build.parallel, "Division"),
     )
     with ExitStack() as patches:
+        patches.enter_context(one_core())
         patches.enter_context(mock.patch.object(build, "Ranks", ThreadRanks))
         for owner, name in names:
             patches.enter_context(mock.patch.object(owner, name, alone(getattr(owner, name))))
