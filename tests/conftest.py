@@ -44,17 +44,28 @@ set_caller(PLAN)  # as the command line has them, where most tests come from
 
 def pytest_collection_finish() -> None:
     """Kernels are in modules of tests by now, or in none."""
-    # An LLM that is closed collects garbage: what was imported is none, and would be looked through each time.
-    gc.collect()
-    gc.freeze()
+    freeze()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         import fast_interpreter
 
         fast_interpreter.install()
 
 
+def freeze() -> None:
+    """Keep what there is out of garbage collection: an LLM that is closed looks through all the rest each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # at its end the interpreter takes modules apart
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_stay() -> Iterator[None]:
+    """What a module's tests made others import, and compile, is as long-lived."""
+    yield
+    freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

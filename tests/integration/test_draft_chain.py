@@ -141,7 +141,11 @@ def told(
 @pytest.mark.parametrize(
     ("name", "how"),
     # A tape does not hold what experts do on a CPU.
-    [*((name, record) for name in (*FORMATS, "mimo")), *((name, live) for name in ("raw", *KINDS[:2]))],
+    [
+        ("raw", record),
+        *(pytest.param(name, record, marks=pytest.mark.slow) for name in (*FORMATS[1:], "mimo")),
+        *(pytest.param(name, live, marks=pytest.mark.slow) for name in ("raw", *KINDS[:2])),
+    ],
 )
 def test_chains_say_what_they_should(name: str, how: Any, named: dict[str, Any]) -> None:
     model, drafter, reference = named[name]
@@ -158,7 +162,7 @@ def test_chains_say_what_they_should(name: str, how: Any, named: dict[str, Any])
     [GREEDY, DRAWN, {**DRAWN, "top_k": 20, "n": 2, "min_tokens": 9}],
     ids=["greedy", "drawn", "filtered"],
 )
-@pytest.mark.parametrize("name", ["raw", "mimo"])
+@pytest.mark.parametrize("name", ["raw", pytest.param("mimo", marks=pytest.mark.slow)])
 def test_chains_propose_what_steps_do(name: str, params: dict[str, Any], named: dict[str, Any]) -> None:
     model, drafter, _ = named[name]
     found = []
