@@ -238,9 +238,10 @@ class DraftGraphs(Graphs):
                 *[one.slot for one in new], *padding,
             )
         )  # fmt: skip
-        updates = tables.pack_updates(packed)
-        sent = packed.send(tables.device)
-        tables.apply_updates(sent, updates)
+        with tables.sending():
+            updates = tables.pack_updates(packed)
+            sent = packed.send(tables.device)
+            tables.apply_updates(sent, updates)
         self.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         self.replay(size)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -130,19 +130,21 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Return logits [S, V] of tokens that are sampled from, then of all logprob_rows; or of `every` token."""
-        leases = [item.request.lease for item in batch.scheduled]
         try:
-            logits = self._forward(batch.scheduled, every)
+            with ExitStack() as updates:
+                for one in self.books or (self,):
+                    updates.enter_context(one.tables.sending())
+                logits = self._forward(batch.scheduled, every)
         except BaseException:
-            # The step raised midway, as by an interrupt, so nobody knows what the device has.
-            self.tables.forget()
-            for lease in leases:
-                lease.are_states_lost = True
+            # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
+            for item in batch.scheduled:
+                item.request.lease.are_states_lost = True
             if self.tier:
                 self.tier.invalidate(self._rows(batch.scheduled))
             raise
-        for lease in leases:
-            lease.state_copies = []
+        if self.states:
+            for item in batch.scheduled:
+                item.request.lease.state_copies = []
         return logits
 
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
@@ -376,13 +378,10 @@ class ModelRunner:
         for lease in leases:
             self.tables.row(lease)
         packed = PackedInts()
-        updates = self.tables.pack_updates(packed)
-        try:
+        with self.tables.sending():
+            updates = self.tables.pack_updates(packed)
             if updates.any_pages:
                 self.tables.apply_updates(packed.send(self.device), updates)
-        except BaseException:
-            self.tables.forget()
-            raise
 
     def _send(self, numbers: StepNumbers) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""

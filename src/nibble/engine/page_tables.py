@@ -6,7 +6,8 @@ Shape suffixes: R rows of the tables, one for each open lease and one for paddin
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +148,18 @@ class PageTables:
         """Write new page ids into the table."""
         self.table_RN.view(-1).index_copy_(0, places, pages)
 
-    def forget(self) -> None:
-        """Take the device to know nothing of open leases: what was taken for it may not have come there."""
-        self._num_filled = [0] * len(self._num_filled)
-        self._new_places, self._new_pages = [], []
-        self._slots, self._new_slots = {}, {}
-        if self.exact:
-            self.exact.forget(self._rows.values())
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Take the device to know nothing of open leases if the body raises: updates may not have come there."""
+        try:
+            yield
+        except BaseException:
+            self._num_filled = [0] * len(self._num_filled)
+            self._new_places, self._new_pages = [], []
+            self._slots, self._new_slots = {}, {}
+            if self.exact:
+                self.exact.forget(self._rows.values())
+            raise
 
     def pack_updates(self, packed: PackedInts, tier: Any = None) -> SentUpdates:
         """Add all that the device does not have yet to the integers of a step; return where it lies.

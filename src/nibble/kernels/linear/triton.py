@@ -94,7 +94,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
     """Compute x W^T + b.
 
     Args:
-        x: [..., K], of MMA_ROWS rows or few times as many.
+        x: [..., K], of MMA_ROWS rows or a few times as many.
         weight_NK: Contiguous; N a multiple of 32 and K of 256.
         bias_N: Added to each row, if there is one.
         tile: Another tile than the fastest.
