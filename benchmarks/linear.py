@@ -6,7 +6,7 @@
 Shapes are those of Llama-3.1-8B, and of recurrent layers of Qwen3-Next and Qwen3.5-27B. **Measured**: a CUDA graph of
 pairs, a small kernel and the product behind it, over several copies of the weight, so that no cache is of use; a kernel
 that can start before the one in front ends gains by it. Times are those of a pair. Tiles are outputs of a program x
-inputs of a step x steps ahead. Gate: the error of each tile against the product in float32, norm over norm.
+inputs of a step x steps ahead, and x warps where these are not 4. Gate: the error of each tile against the product in float32, norm over norm.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(shape: tuple[int, int], rows: int, tiles: list[Tile | None]) -> list
         if error > MAX_ERROR:
             raise SystemExit(f"{tile} is off by {error:.1e}")
         us = time_us(lambda weight, tile=tile: linear(x, weight, None, tile=tile), weights, x)
-        found.append((f"{tile.outputs}x{tile.inputs}x{tile.stages}" if tile else "chosen", us))
+        found.append((f"{tile.outputs}x{tile.inputs}x{tile.stages}x{tile.warps}" if tile else "chosen", us))
     return found
 
 
