@@ -6,7 +6,8 @@
 Shapes are those of Llama-3.1-8B, and of recurrent layers of Qwen3-Next and Qwen3.5-27B. **Measured**: a CUDA graph of
 pairs, a small kernel and the product behind it, over several copies of the weight, so that no cache is of use; a kernel
 that can start before the one in front ends gains by it. Times are those of a pair. Tiles are outputs of a program x
-inputs of a step x steps ahead, and x warps where these are not 4. Gate: the error of each tile against the product in float32, norm over norm.
+inputs of a step x steps ahead, and x warps where these are not 4. Gate: the error of each tile against the product in
+float32, norm over norm.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def modules_stay() -> Iterator[None]:
-    """What a module's tests made others import, and compile, is as long-lived."""
-    yield
+def modules_stay() -> None:
+    """What the tests of modules before made others import, and compile, is as long-lived."""
+    # Not at the end of a module: its last test still has what it was given.
     freeze()
 
 

@@ -13,7 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -269,23 +269,25 @@ class Engine:
         Whoever still has the engine, as a notebook has by the traceback of its last error, then keeps no memory.
         """
         with self._lock:
-            # What the device still does may read from the memory that is about to be free.
-            self._collect(max_in_flight=0)
-            self.fail(CLOSED)
-            vars(self.runner).clear()
-            # A head has pages and weights of its own, and shares the model's.
-            self.speculation, self.scheduler.reusable = None, default_reusable
-            if self.ranks:
-                self.ranks.close()
+            try:
+                # What the device still does may read from the memory that is about to be free.
+                self._collect(max_in_flight=0)
+                self.fail(CLOSED)
+            finally:
+                vars(self.runner).clear()
+                # A head has pages and weights of its own, and shares the model's.
+                self.speculation, self.scheduler.reusable = None, default_reusable
+                if self.ranks:
+                    self.ranks.close()
 
     def fail(self, error: str) -> None:
         """End all requests with an error, after what they gained before."""
         with self._lock:
-            try:
+            with suppress(Exception):  # of those who take answers: all are told an error anyway
                 self._emit_pending()
-            finally:
-                for request in list(self._streams):
-                    self._abort(request, error)
+            self._gains.clear()
+            for request in list(self._streams):
+                self._abort(request, error)
 
     @property
     def busy(self) -> bool:
@@ -361,6 +363,8 @@ class Engine:
         sampling = tuple(item for item in batch.scheduled if item.samples_token)
         # A row for each token that is sampled: one after each draft, and one before.
         rows = sum(1 + len(item.drafts) for item in sampling)
+        # After an interrupt a step is computed again, unless it may have changed what it began with.
+        can_repeat = not self.runner.states
         try:
             logits = self.runner.forward(batch)
             if self.speculation:
@@ -369,20 +373,20 @@ class Engine:
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = score_prompts(batch, prompt_logits, fixed_shapes=fixed)
+            can_repeat = False
             # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
+            # Only a step that was launched counts as in flight; one that failed is scheduled no further.
+            self.scheduler.launch(batch)
+            self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail_batch(batch, self._explained(error))
             return False
         except BaseException as error:
-            # After an interrupt a step is computed again, unless it may have changed states.
-            if self.runner.states:
+            if not can_repeat:
                 self._fail_batch(batch, error)
             raise
-        # Only a step that was launched counts as in flight; one that failed is scheduled no further.
-        self.scheduler.launch(batch)
-        self._in_flight.append(InFlightStep(batch, sampling, sampled, prompt_logprobs))
         return True
 
     def _explained(self, error: Exception) -> Exception:
@@ -520,7 +524,7 @@ class Engine:
             self._emit_pending()  # what they gained before
         finally:
             for item in batch.scheduled:
-                self._abort(item.request, f"{type(error).__name__}: {error}")
+                self._abort(item.request, f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def _detokenizer(

@@ -130,21 +130,21 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Return logits [S, V] of tokens that are sampled from, then of all logprob_rows; or of `every` token."""
-        try:
-            with ExitStack() as updates:
-                for one in self.books or (self,):
-                    updates.enter_context(one.tables.sending())
+        with ExitStack() as updates:
+            for one in self.books or (self,):
+                updates.enter_context(one.tables.sending())
+            try:
                 logits = self._forward(batch.scheduled, every)
-        except BaseException:
-            # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
-            for item in batch.scheduled:
-                item.request.lease.are_states_lost = True
-            if self.tier:
-                self.tier.invalidate(self._rows(batch.scheduled))
-            raise
-        if self.states:
-            for item in batch.scheduled:
-                item.request.lease.state_copies = []
+                if self.states:
+                    for item in batch.scheduled:
+                        item.request.lease.state_copies = []
+            except BaseException:
+                # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
+                for item in batch.scheduled:
+                    item.request.lease.are_states_lost = True
+                if self.tier:
+                    self.tier.invalidate(self._rows(batch.scheduled))
+                raise
         return logits
 
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
