@@ -53,6 +53,13 @@ def time_us(multiply: Callable[[Tensor], Tensor], weights: list[Tensor], x: Tens
     return 1e3 * gpu.time_calls(pairs, len(weights)).ms
 
 
+def name_of(tile: Tile) -> str:
+    """How --tiles names it."""
+    usual = Tile(tile.outputs, tile.inputs, tile.stages)
+    name = f"{tile.outputs}x{tile.inputs}x{tile.stages}"
+    return name if tile == usual else f"{name}x{tile.warps}"
+
+
 def measure(shape: tuple[int, int], rows: int, tiles: list[Tile | None]) -> list[tuple[str, float]]:
     """Names and times, the library's first; None is the tile that is chosen."""
     outputs, inputs = shape
@@ -70,7 +77,7 @@ def measure(shape: tuple[int, int], rows: int, tiles: list[Tile | None]) -> list
         if error > MAX_ERROR:
             raise SystemExit(f"{tile} is off by {error:.1e}")
         us = time_us(lambda weight, tile=tile: linear(x, weight, None, tile=tile), weights, x)
-        found.append((f"{tile.outputs}x{tile.inputs}x{tile.stages}x{tile.warps}" if tile else "chosen", us))
+        found.append((name_of(tile) if tile else "chosen", us))
     return found
 
 

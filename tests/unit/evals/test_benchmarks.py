@@ -309,10 +309,10 @@ def test_tiles_of_products_are_measured(
 ) -> None:
     import linear
 
-    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--tiles", "64x128x4"])
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--tiles", "64x128x4,64x128x4x8"])
     linear.main()
     out = capsys.readouterr().out
-    assert all(f"| tiny | 8 | {tile} |" in out for tile in ("library", "chosen", "64x128x4"))
+    assert all(f"| tiny | 8 | {tile} |" in out for tile in ("library", "chosen", "64x128x4", "64x128x4x8"))
     monkeypatch.setattr(linear, "linear", lambda x, weight, *_, **__: x @ weight.T * 1.02)
     with pytest.raises(SystemExit, match="is off by"):
         linear.main()
