@@ -87,18 +87,22 @@ def breaking(
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [*(("dense", place) for place in PLACES if place != "states"), *(("hybrid", place) for place in PLACES)],
+    ("name", "place", "overlap"),
+    [
+        (name, place, overlap)
+        for name in ("dense", "hybrid")
+        for place in PLACES
+        for overlap in (False, True)
+        # A dense model has no states, and without overlap the host stores what was sampled.
+        if (name, place) != ("dense", "states") and (overlap or place != "stored")
+    ],
 )
 def test_a_step_that_breaks_off_harms_no_other(
     name: str, place: str, overlap: bool, after: bool, error: type[BaseException],
     models: dict[str, Path], expected: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     owner, method = PLACES[place]
-    if place == "stored" and not overlap:
-        return
     for nth in (1, 4):
         with engine(models[name], overlap=overlap) as llm:
             answer(llm, PROMPTS[0])

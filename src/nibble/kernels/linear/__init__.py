@@ -3,8 +3,8 @@
 A decode step does hardly anything but read such a weight. Libraries split such products along K and add the parts up in
 a second kernel; linear/triton.py reads the weight once. So it does with weights of a few outputs, as routers of experts
 have. Which is faster depends on shape, rows and GPU, so a trial at load decides for each shape, and another for the
-rows of a few requests with drafts. The torch references are
-F.linear and, for the rotation that `rot` applied to stored keys, formats/transforms.py.
+rows of a few requests with drafts. The torch references are F.linear and, for the rotation that `rot` applied to stored
+keys, formats/transforms.py.
 
 Shape suffixes: N values of the output, K of the input; T tokens, H heads, D values of a head.
 """
