@@ -35,7 +35,7 @@ def test_parts_of_a_parcel_begin_on_a_grid() -> None:
     parcel = PackedInts()
     lists = [[7], [1, 2, 3, 4, 5], [], [9, 9]]
     places = [parcel.add(values) for values in lists]
-    sent = parcel.send(CPU)
+    sent = PageTables(1, 1, CPU).send(parcel)
     assert [sent[place].tolist() for place in places] == lists
     assert all(place.start % ALIGNED == 0 for place in places)
 

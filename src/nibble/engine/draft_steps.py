@@ -161,8 +161,8 @@ class DraftGraphs(Graphs):
         self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
         """Of the step that follows: rows of the page tables, positions, token ids, and the chances of these, as bits of
         float64."""
-        self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, device=device)
-        """Tokens and chances of the steps of a chain."""
+        self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """Tokens and chances of the steps of a chain, on the host."""
         lengths = (VerifyInputs.length(*size) + size[0] for size in verify_sizes)
         self.verify_inputs = torch.zeros(max(lengths), dtype=torch.int64, device=device)
         """Of a first step, as VerifyInputs has them, and slots of waiting states."""
@@ -239,10 +239,7 @@ class DraftGraphs(Graphs):
             )
         )  # fmt: skip
         with tables.sending():
-            updates = tables.pack_updates(packed)
-            sent = packed.send(tables.device)
-            tables.apply_updates(sent, updates)
-        self.verify_inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
+            tables.send_inputs(packed, inputs, self.verify_inputs, tables.pack_updates(packed))
         self.replay(size)
 
     def replay_next(self, requests: int) -> None:
@@ -250,11 +247,13 @@ class DraftGraphs(Graphs):
         self.replay(next(size for size in self.sizes if size >= requests))
 
     def keep(self, step: int) -> None:
-        """Keep what a step of a chain has drawn."""
-        self.drawn[step].copy_(self.inputs[2:])
+        """Let the host have what a step of a chain has drawn, once read() has waited for it."""
+        self.drawn[step].copy_(self.inputs[2:], non_blocking=True)
 
     def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
         """Return the tokens and chances of each step; this waits for them."""
-        tokens, chances = self.drawn[:steps, :, :requests].cpu().unbind(1)
+        if self.inputs.is_cuda:
+            torch.cuda.current_stream(self.inputs.device).synchronize()
+        tokens, chances = self.drawn[:steps, :, :requests].unbind(1)
         chances = chances.contiguous().view(torch.float64)
         return list(zip(tokens.tolist(), chances.tolist(), strict=True))

@@ -367,12 +367,13 @@ class Engine:
         can_repeat = not self.runner.states
         try:
             logits = self.runner.forward(batch)
-            if self.speculation:
-                self.speculation.observe(batch, self.runner.hidden_states)
             sampled = self._sample(logits[:rows], sampling) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = score_prompts(batch, prompt_logits, fixed_shapes=fixed)
+            # After sampling, so that the host has the tokens while a head computes with hidden states.
+            if self.speculation:
+                self.speculation.observe(batch, self.runner.hidden_states)
             can_repeat = False
             # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:

@@ -381,11 +381,11 @@ class ModelRunner:
         with self.tables.sending():
             updates = self.tables.pack_updates(packed)
             if updates.any_pages:
-                self.tables.apply_updates(packed.send(self.device), updates)
+                self.tables.apply_updates(self.tables.send(packed), updates)
 
     def _send(self, numbers: StepNumbers) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
-        sent = numbers.ints.send(self.device)
+        sent = self.tables.send(numbers.ints)
         self.tables.apply_updates(sent, numbers.updates)
         if self.tier and numbers.updates.tier:
             self.tier.apply_updates(sent, numbers.updates.tier)
@@ -536,10 +536,8 @@ class ModelRunner:
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
-        ints, (inputs, sampled_rows, state_rows) = numbers.ints.on_host(self.device), numbers.inputs
-        if numbers.updates.any_pages:
-            self.tables.apply_updates(ints.to(self.device, non_blocking=True), numbers.updates)
-        graphs.verify_inputs[: inputs.stop - inputs.start].copy_(ints[inputs], non_blocking=True)
+        inputs, sampled_rows, state_rows = numbers.inputs
+        ints = self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
         graphs.replay(size)
         self._sampled_rows_S = ints[sampled_rows].to(self.device, non_blocking=True)
         self.hidden_states = None

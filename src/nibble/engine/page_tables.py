@@ -32,19 +32,38 @@ class PackedInts:
         self._ints.extend(values)
         return slice(start, len(self._ints))
 
-    def on_host(self, device: torch.device) -> Tensor:
-        """Return all integers as one int64 tensor on the host, from where a copy to the device waits for nothing.
+    def on_host(self) -> Tensor:
+        """Return all integers as one int64 tensor on the host; nothing can be added from then on."""
+        return torch.frombuffer(self._ints, dtype=torch.int64) if self._ints else torch.empty(0).long()
 
-        Nothing can be added from then on.
-        """
-        if not self._ints:
-            return torch.empty(0, dtype=torch.int64)
-        ints = torch.frombuffer(self._ints, dtype=torch.int64)
-        return ints.pin_memory() if device.type == "cuda" else ints
 
-    def send(self, device: torch.device) -> Tensor:
-        """Return all integers as one int64 tensor on the device."""
-        return self.on_host(device).to(device, non_blocking=True)
+class PinnedBuffers:
+    """Pinned memory, from where a copy to the device waits for nothing: a few buffers, in turn.
+
+    To pin memory for each copy would take longer than the copy, and a step waits for it. What is copied from a buffer
+    is copied on one stream, and before the next buffer is taken.
+    """
+
+    COUNT = 8
+    """The host is two steps ahead at most, each of a few copies: it hardly ever waits for a buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._next = device, 0
+        self._buffers = [torch.empty(0, dtype=torch.int64)] * self.COUNT
+        self._copied: list[torch.cuda.Event | None] = [None] * self.COUNT
+
+    def put(self, ints: Tensor) -> Tensor:
+        """Return a pinned copy of int64 numbers, which stays until COUNT - 1 others were made."""
+        last, place = self._next - 1, self._next
+        self._next = (place + 1) % self.COUNT
+        if len(self._buffers[last]):
+            event = self._copied[last] = self._copied[last] or torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        if before := self._copied[place]:
+            before.synchronize()
+        if len(self._buffers[place]) < len(ints):
+            self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
+        return self._buffers[place][: len(ints)].copy_(ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,7 @@ class PageTables:
         """int32 slots of recurrent states, where there are any; -1 in the row of padding."""
         if has_states:
             self.slots_R = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+        self._pinned = PinnedBuffers(self.device) if self.device.type == "cuda" else None
         self._slots: dict[int, int] = {}
         """What the device knows of them by row."""
         self._new_slots: dict[int, int] = {}
@@ -175,6 +195,34 @@ class PageTables:
         slot_rows, slots = map(packed.add, self.take_slots())
         exact = self.exact.add_updates(packed) if self.exact else None
         return SentUpdates(places, pages, slot_rows, slots, exact, tier)
+
+    def send(self, packed: PackedInts) -> Tensor:
+        """Return the integers of a step as one int64 tensor on the device."""
+        return self._on_host(packed).to(self.device, non_blocking=True)
+
+    def send_inputs(
+        self, packed: PackedInts, inputs: slice, inputs_N: Tensor, updates: SentUpdates
+    ) -> Tensor:
+        """Copy a recorded step's inputs to where it reads them, and write what was added into the tables.
+
+        Args:
+            packed: the integers of the step.
+            inputs: where its inputs lie.
+            inputs_N: where it reads them.
+            updates: of the tables.
+
+        Returns:
+            All integers on the host, from where other parts may be sent before the next step's.
+        """
+        ints = self._on_host(packed)
+        if updates.any_pages:
+            self.apply_updates(ints.to(self.device, non_blocking=True), updates)
+        inputs_N[: inputs.stop - inputs.start].copy_(ints[inputs], non_blocking=True)
+        return ints
+
+    def _on_host(self, packed: PackedInts) -> Tensor:
+        """Return the integers in memory from where a copy to the device waits for nothing."""
+        return self._pinned.put(packed.on_host()) if self._pinned else packed.on_host()
 
     def apply_updates(self, sent: Tensor, updates: SentUpdates) -> None:
         """Write what was added into the tables."""

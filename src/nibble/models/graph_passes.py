@@ -32,9 +32,6 @@ class ReplaceOperators(CustomGraphPass):
     weights: tuple[tuple[int, int, str], ...] = ()
     """Outputs, inputs and dtype of the weights that kernels/linear multiplies faster."""
     device: str = "cuda"
-    joins_routers: bool = False
-    """Whether a router and the layer of experts behind it become one operator. Its kernels of one token read what those
-    in front are still writing: no model has it until a GPU has run tests/gpu/test_packed_experts_gpu.py."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Replace what is served, in place."""
@@ -49,9 +46,8 @@ class ReplaceOperators(CustomGraphPass):
             # Not where the bias is a matrix, or a factor is beside it.
             if not node.kwargs and node.args[0].meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
-        if self.joins_routers:
-            for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
-                _join_router(graph, node)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
+            _join_router(graph, node)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True

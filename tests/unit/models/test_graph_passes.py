@@ -81,7 +81,7 @@ def test_caches_tell_the_pass_apart() -> None:
     one, other = ReplaceOperators(), ReplaceOperators(device="cpu")
     assert one.uuid() == pickle.loads(pickle.dumps(one)).uuid() == ReplaceOperators().uuid() != other.uuid()
     assert one.uuid() != ReplaceOperators(((4, 8, "torch.float32"),)).uuid()
-    name = "ReplaceOperators(weights=(), device='cuda', joins_routers=False)"
+    name = "ReplaceOperators(weights=(), device='cuda')"
     assert repr(one) == name, "it is part of a compiled model's name"
 
 
@@ -134,15 +134,14 @@ def routed_layer(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, kind: str 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
     inputs = torch.randn(1, tokens, 40), WEIGHT, *EXPERTS
-    assert "nibble.route.default" in replaced(partial(routed_layer, kind=""), *inputs)
-    names = replaced(partial(routed_layer, kind=""), *inputs, joins_routers=True)
+    names = replaced(partial(routed_layer, kind=""), *inputs)
     assert "nibble.experts_routed_layer.default" in names
     assert not {"nibble.route.default", "nibble.experts_layer.default"} & set(names)
 
 
 def test_a_joined_router_is_compiled() -> None:
     options = {
-        "post_grad_custom_pre_pass": ReplaceOperators((), "cpu", joins_routers=True),
+        "post_grad_custom_pre_pass": ReplaceOperators((), "cpu"),
         "fx_graph_cache": False,
     }
     run = torch.compile(partial(routed_layer, kind=""), fullgraph=True, options=options)
@@ -155,7 +154,7 @@ def test_a_joined_router_is_compiled() -> None:
 @pytest.mark.parametrize("kind", ["rows", "weights", "logits"])
 def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
     inputs = torch.randn(1, 5, 40), WEIGHT, *EXPERTS
-    names = replaced(partial(routed_layer, kind=kind), *inputs, joins_routers=True)
+    names = replaced(partial(routed_layer, kind=kind), *inputs)
     assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
 
 

@@ -232,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   clear_empty_requests(batch, output, batch_size, threadIdx.x);
 
   // --- merge
-  // What several warps have of a (request, head) is merged here, each column by one warp. What several blocks
-  // have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
+  // What several warps have of a (request, head) is merged here, each column, or a few, by one warp. What several
+  // blocks have is merged by the warp that comes last. Of more than MERGE_BLOCKS blocks, each eight are merged by
   // their last, and then what those have left. Two such (request, head)s at most have partial results of the
   // same eight blocks: one that begins there, and one that does not.
   int* const eight_counters = counters;
@@ -252,8 +252,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
     // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
     const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
-    for (int column = 0; column < columns && !(is_all && first_warp == last_warp); column++) {
+    for (int first_column = 0; first_column < columns && !(is_all && first_warp == last_warp);
+         first_column += MERGED_COLUMNS) {
       if (turn++ % WARPS != warp) continue;
+      const int column = first_column + lane / MERGE_LANES;
       Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
                     last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
       u8* to = own_partial;
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // more than the loop.
 #pragma unroll 1
       for (bool of_eight = true;; of_eight = false) {
-        merge_partials(from, to, output, first_row, segment.head, column, lane);
+        merge_partials(from, to, output, first_row, segment.head, column, column < columns, lane % MERGE_LANES);
         if (!to) break;
         const int first_block = blocks.owner(start), last_block = blocks.owner(stop - 1);
         const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
@@ -278,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int is_last = 0;
         __threadfence();  // the partial result is visible before it is counted
         __syncwarp();
-        if (lane == 0 && (is_last = atomicAdd(counter + column, 1) == members - 1)) counter[column] = 0;
+        // Columns that a warp merges together are counted together.
+        if (lane == 0 && (is_last = atomicAdd(counter + first_column, 1) == members - 1)) counter[first_column] = 0;
         if (!__shfl_sync(ALL_LANES, is_last, 0)) break;
         __threadfence();  // and those of others are read after they were counted
         u8* const of_first_block = block_partials + (2 * first_block + 1) * PARTIAL_BYTES;

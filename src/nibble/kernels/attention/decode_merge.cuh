@@ -7,9 +7,14 @@
 // A short context takes as long as its chain of latencies, and fetching instructions is one of them: the code
 // is compact.
 
-constexpr int QUADS = D / 32;                     // of a lane: four neighbouring dims each
-constexpr int QUADS_PER_LANE = (QUADS + 3) / 4;   // where a warp merges one column
-constexpr int PARTIALS_AT_ONCE = 8 / QUADS_PER_LANE;
+constexpr int QUADS = D / 32;  // of a lane: four neighbouring dims each
+// A warp merges one column at a time, or four where there are many, as each turn is a chain of latencies.
+constexpr int MERGE_LANES = COLUMNS > 8 ? 8 : 32;  // of each
+constexpr int MERGED_COLUMNS = 32 / MERGE_LANES;
+constexpr int QUAD_STEP = MERGE_LANES / 8;  // from one of a lane's quads to the next
+constexpr int QUADS_PER_LANE = (QUADS + QUAD_STEP - 1) / QUAD_STEP;
+constexpr int QUADS_AT_ONCE = MERGED_COLUMNS > 1 ? 16 : 8;
+constexpr int PARTIALS_AT_ONCE = larger(QUADS_AT_ONCE / QUADS_PER_LANE, 1);
 constexpr int PARTIAL_O_BYTES = COLUMNS * D * 4;
 constexpr int PARTIAL_BYTES = PARTIAL_O_BYTES + 8 * COLUMNS;
 
@@ -158,9 +163,9 @@ DEVICE void store_accumulator(Accumulator& acc, u8* partial, bool is_all, Output
   }
 }
 
-// Merge one column of partial results, in their order, by one warp: into the partial result `to`, or, if that
-// is null, into the output.
-DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, int head, int column,
+// Merge partial results of one column, in their order, by MERGE_LANES lanes: into the partial result `to`, or, if that
+// is null, into the output. exists: whether there is such a column. lane: of MERGE_LANES.
+DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, int head, int column, bool exists,
                            int lane) {
   const int n = column / 8, e = column % 2, fragment = lane % 8 * 4 + column % 8 / 2;
   float m = LOWEST, l = 0;
@@ -173,13 +178,13 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
 #pragma unroll
     for (int j = 0; j < PARTIALS_AT_ONCE; j++) {
       u8* partial = from[k0 + j];
-      const bool exists = k0 + j < from.count;
-      stats[j] = exists ? load_uncached(partial_stats(partial, column)) : make_float2(LOWEST, 0);
+      const bool is_read = exists && k0 + j < from.count;
+      stats[j] = is_read ? load_uncached(partial_stats(partial, column)) : make_float2(LOWEST, 0);
 #pragma unroll
       for (int i = 0; i < QUADS_PER_LANE; i++) {
-        const int quad = lane / 8 + 4 * i;
-        x[j][i] = exists && quad < QUADS ? load_uncached(partial_quad(partial, n, e, quad, fragment))
-                                         : make_float4(0, 0, 0, 0);
+        const int quad = lane / 8 + QUAD_STEP * i;
+        x[j][i] = is_read && quad < QUADS ? load_uncached(partial_quad(partial, n, e, quad, fragment))
+                                          : make_float4(0, 0, 0, 0);
       }
     }
     // --- accumulate
@@ -198,11 +203,12 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
       }
     }
   }
+  if (!exists) return;
   // --- store
   const float2 f = to ? make_float2(1.f, 0.f) : output.factors(first_row, head, column, m, l);
 #pragma unroll
   for (int i = 0; i < QUADS_PER_LANE; i++) {
-    const int quad = lane / 8 + 4 * i;
+    const int quad = lane / 8 + QUAD_STEP * i;
     if (quad >= QUADS) break;
     if (to) {
       *partial_quad(to, n, e, quad, fragment) = o[i];
