@@ -185,7 +185,7 @@ def plant(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
         if runner.tier:
             parcel = PackedInts()
             news = runner.tier.take_updates(parcel.add, {})
-            runner.tier.apply_updates(parcel.send(runner.device), news)
+            runner.tier.apply_updates(parcel.on_host().to(runner.device), news)
 
 
 def throughput(llm: LLM, todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:

@@ -286,7 +286,8 @@ def split_choice(topk_indices_TK: Tensor, batch: AttentionBatch, base_B: Tensor,
     position_T1, base_T1 = (x[:, None] for x in _by_token(batch, base_B))
     distance_TK = position_T1 - topk_indices_TK
     # A row that pads a step stands before all tokens: whatever it is said to have chosen is none.
-    is_near_TK = (topk_indices_TK >= 0) & (distance_TK >= 0) & (distance_TK < window)
+    topk_indices_TK = topk_indices_TK.masked_fill(distance_TK < 0, PAD_INDEX)
+    is_near_TK = (topk_indices_TK >= 0) & (distance_TK < window)
     # Near ones are the last of an ascending list.
     far_TK = topk_indices_TK.masked_fill(is_near_TK, PAD_INDEX)
     # A column more takes what is not near.

@@ -328,7 +328,9 @@ class DraftHead(DraftBooks):
 
     def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs) -> list[Track]:
         """Draft for some requests, and read all drafts at the end; return those that there is no room for."""
-        most, steps = graphs.length(len(tracks)), max(self.planned(track, len(tracks)) for track in tracks)
+        # What one more token brings is the same for all: the number follows from the most that any may have.
+        longest = max(tracks, key=lambda track: track.task.limit if track.task else 0)
+        most, steps = graphs.length(len(tracks)), self.planned(longest, len(tracks))
         self._store([track for track in tracks if track.num_waiting > most])
         start_time = perf_counter()
         chained = [track for track in tracks if self._has_room(track, steps)]

@@ -45,7 +45,7 @@ class PinnedBuffers:
     """
 
     COUNT = 8
-    """The host is two steps ahead at most, each of a few copies: it hardly ever waits for a buffer."""
+    """Where steps are read, the host is two of them ahead at most, each of a few copies: it hardly ever waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._next = device, 0
@@ -55,14 +55,16 @@ class PinnedBuffers:
     def put(self, ints: Tensor) -> Tensor:
         """Return a pinned copy of int64 numbers, which stays until COUNT - 1 others were made."""
         last, place = self._next - 1, self._next
-        self._next = (place + 1) % self.COUNT
         if len(self._buffers[last]):
             event = self._copied[last] = self._copied[last] or torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
+        # Only now: if this is interrupted, the last buffer's event is recorded again.
+        self._next = (place + 1) % self.COUNT
         if before := self._copied[place]:
             before.synchronize()
         if len(self._buffers[place]) < len(ints):
-            self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
+            with torch.inference_mode(False):  # what is made in inference mode can be written there alone
+                self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
         return self._buffers[place][: len(ints)].copy_(ints)
 
 

@@ -35,4 +35,4 @@ def test_rows_that_pad_a_step_have_chosen_nothing() -> None:
     """They have no tokens, and what is said of them may be anything."""
     batch, anything = batch_of((1, 1), (12, 0)), torch.zeros(2, CHOSEN, dtype=torch.int32)
     parts = split_choice(anything, batch, torch.zeros(2, dtype=torch.int32), WINDOW)
-    assert (parts.near_TW[1] == PAD_INDEX).all()
+    assert (parts.near_TW[1] == PAD_INDEX).all() and (parts.far_TK[1] == PAD_INDEX).all()
