@@ -8,7 +8,6 @@ JSON or slow readers, and it ends with its parent. Messages are plain data, enco
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -370,9 +369,6 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
         llm.engine.observe_cache(publisher.publish)
     if place.forwards_events:
         llm.engine.observe_cache(worker.forward)
-    # What lives as long as the process: to look through all of it now and then would hold up every answer.
-    gc.collect()
-    gc.freeze()
     try:
         worker.run()
     except RankError as error:
