@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nibble.engine.page_tables import NO_UPDATES, PackedInts, PageTables, PinnedBuffers
+from nibble.engine.page_tables import NO_UPDATES, PackedInts, PageTables
+from nibble.kernels.transfer import PinnedBuffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nibble.cache.lease import Lease
 from nibble.kernels import ALIGNED, cdiv
+from nibble.kernels.transfer import PinnedBuffers
 
 
 class PackedInts:
@@ -34,38 +35,9 @@ class PackedInts:
 
     def on_host(self) -> Tensor:
         """Return all integers as one int64 tensor on the host; nothing can be added from then on."""
-        return torch.frombuffer(self._ints, dtype=torch.int64) if self._ints else torch.empty(0).long()
-
-
-class PinnedBuffers:
-    """Pinned memory, from where a copy to the device waits for nothing: a few buffers, in turn.
-
-    To pin memory for each copy would take longer than the copy, and a step waits for it. What is copied from a buffer
-    is copied on one stream, and before the next buffer is taken.
-    """
-
-    COUNT = 8
-    """Where steps are read, the host is two of them ahead at most, each of a few copies: it hardly ever waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._next = device, 0
-        self._buffers = [torch.empty(0, dtype=torch.int64)] * self.COUNT
-        self._copied: list[torch.cuda.Event | None] = [None] * self.COUNT
-
-    def put(self, ints: Tensor) -> Tensor:
-        """Return a pinned copy of int64 numbers, which stays until COUNT - 1 others were made."""
-        last, place = self._next - 1, self._next
-        if len(self._buffers[last]):
-            event = self._copied[last] = self._copied[last] or torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-        # Only now: if this is interrupted, the last buffer's event is recorded again.
-        self._next = (place + 1) % self.COUNT
-        if before := self._copied[place]:
-            before.synchronize()
-        if len(self._buffers[place]) < len(ints):
-            with torch.inference_mode(False):  # what is made in inference mode can be written there alone
-                self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
-        return self._buffers[place][: len(ints)].copy_(ints)
+        if not self._ints:  # which frombuffer() refuses
+            return torch.empty(0, dtype=torch.int64)
+        return torch.frombuffer(self._ints, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

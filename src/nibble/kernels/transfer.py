@@ -20,3 +20,34 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
         return torch.tensor(values, dtype=dtype, device=device)
     # The host can go on during a copy only if that reads from pinned memory.
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class PinnedBuffers:
+    """Pinned memory, from where a copy to the device waits for nothing: a few buffers, in turn.
+
+    To pin memory for each copy would take longer than the copy, and a step waits for it. What is copied from a buffer
+    is copied on one stream, and before the next buffer is taken.
+    """
+
+    COUNT = 8
+    """Where steps are read, the host is two of them ahead at most, each of a few copies: it hardly ever waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._next = device, 0
+        self._buffers = [torch.empty(0, dtype=torch.int64)] * self.COUNT
+        self._copied: list[torch.cuda.Event | None] = [None] * self.COUNT
+
+    def put(self, ints: Tensor) -> Tensor:
+        """Return a pinned copy of int64 numbers, which stays until COUNT - 1 others were made."""
+        last, place = self._next - 1, self._next
+        if len(self._buffers[last]):
+            event = self._copied[last] = self._copied[last] or torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        # Only now: if this is interrupted, the last buffer's event is recorded again.
+        self._next = (place + 1) % self.COUNT
+        if before := self._copied[place]:
+            before.synchronize()
+        if len(self._buffers[place]) < len(ints):
+            with torch.inference_mode(False):  # what is made in inference mode can be written there alone
+                self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
+        return self._buffers[place][: len(ints)].copy_(ints)

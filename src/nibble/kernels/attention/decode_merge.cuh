@@ -14,7 +14,7 @@ constexpr int MERGED_COLUMNS = 32 / MERGE_LANES;
 constexpr int QUAD_STEP = MERGE_LANES / 8;  // from one of a lane's quads to the next
 constexpr int QUADS_PER_LANE = (QUADS + QUAD_STEP - 1) / QUAD_STEP;
 constexpr int QUADS_AT_ONCE = MERGED_COLUMNS > 1 ? 16 : 8;
-constexpr int PARTIALS_AT_ONCE = larger(QUADS_AT_ONCE / QUADS_PER_LANE, 1);
+constexpr int PARTIALS_AT_ONCE = QUADS_AT_ONCE / QUADS_PER_LANE;
 constexpr int PARTIAL_O_BYTES = COLUMNS * D * 4;
 constexpr int PARTIAL_BYTES = PARTIAL_O_BYTES + 8 * COLUMNS;
 
