@@ -187,6 +187,8 @@ class ModelSpec:
     """What every rank has all of, in words."""
     ways: tuple[str, ...] = ()
     """What is divided by numbers of experts or requests, in words (models/parallel_ways.py)."""
+    has_experts: bool = False
+    """Whether any layer has experts that kernels/experts may compute."""
 
     @property
     def layers(self) -> int:

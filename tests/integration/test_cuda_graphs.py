@@ -5,7 +5,7 @@ So everything that a step reads must be in the buffers: a number that Python kep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from nibble.attention import backends
 from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
 from nibble.engine.graphs import Graphs, live
 from nibble.errors import NibbleError
+from nibble.kernels import experts
 from planning import PLAIN
 from tape import record
 from tiny import CHUNKED, save_tiny
@@ -47,11 +48,11 @@ def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     backends.unregister(backend.name)
 
 
-def recorded(llm: LLM, how: Any = record) -> LLM:
+def recorded(llm: LLM, how: Any = record, sizes: Sequence[int] = ()) -> LLM:
     """Records its decode steps, and lets steps run ahead, as on a GPU."""
     assert cuda_graph_blocker(llm.plan) is None
     runner = llm.engine.runner
-    runner.record(Graphs(graph_sizes(llm.config.max_running), runner.device, how))
+    runner.record(Graphs(sizes or graph_sizes(llm.config.max_running), runner.device, how))
     llm.engine.overlap = True
     return llm
 
@@ -91,6 +92,31 @@ def test_replayed_steps_survive_preemption(served: Any) -> None:
     llm = recorded(served(**tight))
     assert answers(llm, max_tokens=60) == answers(served(**options), max_tokens=60)
     assert llm.engine.scheduler.metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("requests", [1, 2, 4])
+def test_padding_of_one_request_reads_no_expert(
+    served: Any, tmp_path: Path, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of one request has two rows, of which experts compute the first; those of more compute all rows."""
+    model = str(save_tiny(tmp_path, "qwen3_moe"))
+    options = {"model": model, "kv_format": "bf16", "weights": "mxfp4", "quantized_weights": "packed"}
+    plain = answers(served(**options))
+    rows, computed = [], experts.naive.product
+
+    def counted(x_TI: torch.Tensor, experts_TK: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        rows.append(len(experts_TK))
+        return computed(x_TI, experts_TK, *matrices)
+
+    llm = served(**options)
+    sizes = llm.budget.graph_sizes
+    assert sizes == (1, *graph_sizes(llm.config.max_running))
+    llm = recorded(llm, live, sizes)
+    monkeypatch.setattr(experts.naive, "product", counted)
+    outputs = llm.generate(PROMPTS[:requests], max_tokens=20, ignore_eos=True, progress=False)
+    assert [output.completions[0].token_ids for output in outputs] == plain[:requests]
+    decodes = rows[-2 * len(llm.plan.layout.layers) :]
+    assert set(decodes) == {requests}
 
 
 def test_padding_stores_nothing(served: Any) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from nibble.attention.layer import StepContext
 from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS, WAITING_STATES
-from nibble.engine.graphs import Graphs, Record
+from nibble.engine.graphs import Graphs, Record, rows_of
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.step_tokens import VerifyInputs
@@ -177,7 +177,7 @@ class DraftGraphs(Graphs):
 
     def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
         """Return rows of the page tables, positions and token ids of a step that follows."""
-        return self.inputs[:3, :size].unbind()
+        return self.inputs[:3, : rows_of(size)].unbind()
 
     def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
         """Return the last row of each request."""
@@ -214,9 +214,10 @@ class DraftGraphs(Graphs):
     def follow(self, runner: ModelRunner, size: int, _: Graphs) -> None:
         """Compute a step that follows, from buffer to buffer; graphs record this."""
         assert self.states is not None
-        self._forward.input_states = self.states[:size]
+        rows = rows_of(size)
+        self._forward.input_states = self.states[:rows]
         runner._decode(size, self)
-        positions_B = self.inputs[1, :size]
+        positions_B = self.inputs[1, :rows]
         positions_B += positions_B >= 0
 
     def replay_first(self, tables: PageTables, new: Sequence[NewRows]) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nibble.attention.planner.plan import MIN_ROWS
 from nibble.engine.request import ScheduledRequest
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
@@ -19,11 +20,16 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
 
 
+def rows_of(size: int) -> int:
+    """Return the rows of a recorded decode step of `size` requests."""
+    return max(size, MIN_ROWS)
+
+
 class Graphs:
     """Steps of several sizes, over buffers that stay where they are.
 
     Args:
-        sizes: rows of a decode step, ascending.
+        sizes: requests of a decode step, ascending; see rows_of().
         device: where steps run.
         record: how a step is recorded.
         verify_sizes: requests and rows of each in a step with drafts, largest first.
@@ -69,8 +75,9 @@ class Graphs:
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
     def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
-        """Return rows of the page tables, positions and token ids of a step of `size` rows."""
-        return self.inputs[: 3 * size].view(3, size).unbind()
+        """Return rows of the page tables, positions and token ids of a step of `size` requests."""
+        rows = rows_of(size)
+        return self.inputs[: 3 * rows].view(3, rows).unbind()
 
     def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
         """Return the rows of a step with drafts whose logits are computed."""

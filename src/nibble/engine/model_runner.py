@@ -37,7 +37,7 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Copy
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.graphs import Graphs
+from nibble.engine.graphs import Graphs, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.parallel_steps import numbers_by_rank
 from nibble.engine.request import Batch, ScheduledRequest
@@ -57,6 +57,7 @@ from nibble.engine.step_tokens import (
     verify_states,
 )
 from nibble.kernels import cdiv
+from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
@@ -430,7 +431,7 @@ class ModelRunner:
     def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], graphs: Graphs) -> StepNumbers:
         # The smallest step with room for all requests.
         size = next(size for size in graphs.sizes if size >= len(scheduled))
-        padding = size - len(scheduled)
+        padding = rows_of(size) - len(scheduled)
         packed = PackedInts()
         # In the order in which _decode() takes them apart: rows, positions, token ids.
         inputs = packed.add(
@@ -451,7 +452,7 @@ class ModelRunner:
         # A decode always samples, so these are the first rows, without padding.
         self._sampled_rows_S = sent[inputs][: numbers.num_logits]
         # A graph reads from fixed addresses, so its inputs are copied there.
-        graphs.inputs[: 3 * size].copy_(sent[inputs])
+        graphs.inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         if probe:
             # A replay calls no Python, so the same step over the same buffers is computed.
             self._decode(size, graphs, probe)
@@ -462,7 +463,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
-        """Compute one step of `size` rows, from buffer to buffer; graphs record this. Position -1 is padding."""
+        """Compute one step of `size` requests, from buffer to buffer; graphs record this. Position -1 is padding."""
         rows_B, positions_B, sent_ids_B = graphs.decode_inputs(size)
         page_size, tables = self.plan.page_size, self.tables
         token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
@@ -484,17 +485,18 @@ class ModelRunner:
                 rows_B[first:last], bounds=True,
                 exact_table_BN=None if exact_table_BN is None else exact_table_BN[first:last],
             )
-            for first, last in pairwise(self._split_points(size))
+            for first, last in pairwise(self._split_points(len(rows_B)))
         ]  # fmt: skip
         state_batch = None
         if tables.slots_R is not None and self.states:
             slots_B = torch.where(positions_B < 0, -1, tables.slots_R.index_select(0, rows_B))
-            state_batch = StateMetadata(
-                slots_B, valid_B.int(), graphs.cu_seqlens_q[: size + 1], 1, invariant=self.states.invariant
-            )
+            starts_B1 = graphs.cu_seqlens_q[: len(rows_B) + 1]
+            state_batch = StateMetadata(slots_B, valid_B.int(), starts_B1, 1, invariant=self.states.invariant)
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
-        graphs.store_logits(*_parts(self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)))
+        with first_row_only(size == 1):
+            output = self._run(token_ids_B[None], valid_B[None], graphs.rows[: len(rows_B)], ctx)
+        graphs.store_logits(*_parts(output))
 
     # Steps with drafts
 

@@ -30,7 +30,6 @@ from nibble.attention.planner.plan import (
     Plan,
     Route,
     cuda_graph_blocker,
-    graph_sizes,
 )
 from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.window import ExactCache
@@ -165,8 +164,7 @@ def _rehearse(
     steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
         steps.append(partial(_run_drafts, runner, max_tokens, config.drafts.tokens or max(DRAFTS)))
-    sizes = graph_sizes(budget.max_decodes), budget.verify_sizes
-    steps.append(partial(rehearsal.rehearse_graphs, runner, *sizes))
+    steps.append(partial(rehearsal.rehearse_graphs, runner, budget.graph_sizes, budget.verify_sizes))
     # Models of --deterministic run other operators than they are written with.
     rehearsal.rehearse(runner, [*tests, *([] if config.deterministic else steps)])
     return mark
@@ -182,7 +180,7 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
         record = CudaGraphs() if config.graphs else live
-        sizes = graph_sizes(budget.max_decodes)
+        sizes = budget.graph_sizes
         if not isinstance(runner.run, HeadForward):
             runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
         elif budget.verify_sizes:

@@ -137,6 +137,7 @@ def observe_skeleton(
         weight_bytes=full,
         stored_weights=_stored_weights(model, config, dtype, weights),
         states=states,
+        has_experts=any(expert_matrices(module) for module in model.modules()),
     )
 
 

@@ -12,6 +12,7 @@ from nibble.kernels import experts as op
 from nibble.kernels.experts import naive
 from nibble.kernels.experts import triton as twin
 from nibble.kernels.experts.gate import CLAMPED, SILU, Gate, gated
+from nibble.kernels.router import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
@@ -189,3 +190,29 @@ def test_a_layer_is_its_parts(gate: Gate, tokens: int) -> None:
     weights[0, 1] = 0
     others = op.layer(layer.x_TI, layer.experts_TK, weights, (layer.weight, layer.bias), (back, None), gate)
     assert torch.equal(others[1:], found[1:]) and not torch.equal(others[0], found[0])
+
+
+def test_padding_behind_a_single_token_reads_no_expert() -> None:
+    """All rows get what the first does; what padding would choose may hold anything."""
+    rng = torch.Generator().manual_seed(0)
+    up, down = (
+        torch.randn(shape, generator=rng).to(DEVICE, torch.float16) for shape in ((6, 64, 48), (6, 48, 32))
+    )
+    x_TI = torch.randn(1, 48, generator=rng).to(DEVICE, torch.float16) * torch.tensor(
+        [[1], [-1]], device=DEVICE
+    )
+    router = (torch.randn(6, 48, generator=rng).to(DEVICE, torch.float16), None)
+    _, weights_TK, experts_TK = route(x_TI, *router, 2, is_normalized=True)
+    assert not set(experts_TK[0].tolist()) & set(experts_TK[1].tolist())
+    pairs, gate = ((up, None), (down, None)), Gate(SILU)
+    expected = op.layer(x_TI[:1], experts_TK[:1], weights_TK[:1], *pairs, gate)
+    for weight in (up, down):
+        weight[experts_TK[1]] = torch.nan
+    for is_alone in (True, False):
+        with op.first_row_only(is_alone):
+            chosen = op.layer(x_TI, experts_TK, weights_TK, *pairs, gate)
+            routed = op.routed_layer(x_TI, router, *pairs, gate, top_k=2, is_normalized=True)
+        for found in (chosen, routed):
+            assert found.shape == x_TI.shape and found.is_contiguous()
+            assert torch.equal(found[0], expected[0]) and bool(found[1].isnan().all()) is not is_alone
+            assert not is_alone or torch.equal(found[1], expected[0])

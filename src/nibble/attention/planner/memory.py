@@ -105,6 +105,8 @@ class MemoryPlan:
     """Most tokens that one step computes."""
     max_decodes: int
     """Most requests that one step decodes."""
+    graph_sizes: tuple[int, ...]
+    """Requests of recorded decode steps, ascending."""
     verify_sizes: tuple[tuple[int, int], ...]
     """Requests and tokens of a request of recorded steps with drafts, largest first."""
     context: int
@@ -164,6 +166,11 @@ class StepMemory:
     def max_decodes(self) -> int:
         """Most requests that one step decodes."""
         return min(self.spec.max_running, self.step_tokens)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Requests of the decode steps that run over stable buffers, where any can."""
+        return graph_sizes(self.max_decodes, has_experts=self.model.has_experts)
 
     @property
     def max_sampled(self) -> int:
@@ -251,6 +258,7 @@ class MemoryPlanner:
             limit=limit,
             step_tokens=step.step_tokens,
             max_decodes=step.max_decodes,
+            graph_sizes=step.graph_sizes,
             verify_sizes=self.verify_sizes,
             context=step.context,
             table_width=self.table_width,
@@ -355,17 +363,13 @@ class MemoryPlanner:
     @cached_property
     def graph_sizes(self) -> tuple[int, ...]:
         """Requests of the decode steps that run over stable buffers; empty where there are none."""
-        if self.device.is_cpu or cuda_graph_blocker(self.cache_plan):
-            return ()
-        return graph_sizes(self.step.max_decodes)
+        return () if self.device.is_cpu or cuda_graph_blocker(self.cache_plan) else self.step.graph_sizes
 
     @cached_property
     def verify_sizes(self) -> tuple[tuple[int, int], ...]:
         """Requests and tokens of a request of the steps with drafts that run over stable buffers."""
-        step = self.step
-        return verify_memory.sizes(
-            self.cache_plan, self.spec, self.device, step.max_decodes, step.step_tokens
-        )
+        limits = self.step.max_decodes, self.step.step_tokens
+        return verify_memory.sizes(self.cache_plan, self.spec, self.device, *limits)
 
     @property
     def logits_bytes(self) -> int:
@@ -585,14 +589,11 @@ class MemoryPlanner:
         # Of what is asked for, snapshots of prefixes get their share.
         share = window_memory.SNAPSHOT_SHARE if self.cache_plan.window and self.spec.prefix_cache else 0.0
         share += state_memory.SNAPSHOT_SHARE if self.model.states and self.spec.prefix_cache else 0.0
-        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(
-            self.cache_plan, self.spec
-        )
-        least += self.least_state_bytes
+        least = needed * self.cache_plan.layout.bytes_per_page + self.least_state_bytes
+        least += window_memory.least_bytes(self.cache_plan, self.spec)
         mib = cdiv(int(least / (1 - share)), 1 << 20)
         raise CapacityError(
             f"the pool is too small: {format_bytes(result.pool)} ({result.limit}) is {result.pages} pages of {size} "
             f"tokens, and {needed} are needed for one request of {result.context} tokens; what would help: {shorter}"
-            f"--kv-memory {mib}MiB, if that fits; "
-            f"a --kv-format with fewer than {result.bytes_per_token} bytes a token"
+            f"--kv-memory {mib}MiB, if that fits; a --kv-format with fewer than {result.bytes_per_token} bytes a token"
         )

@@ -204,15 +204,24 @@ class Plan:
 
 
 SMALL = (2, 4, 8)
-"""Sizes of few requests. There is none of one: a compiled model would need code of its own for a single row."""
+"""Sizes of few requests."""
+MIN_ROWS = 2
+"""Rows of a step of one request: a compiled model would need code of its own for a single row."""
 STEPS = ((64, 8), (128, 16), (256, 32))
 """(up to, step) of the sizes that follow; beyond the last, steps of twice its step."""
 
 
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """Return the sizes of recorded steps in requests, ascending; the last has room for `most`."""
+def graph_sizes(most: int, *, has_experts: bool = False) -> tuple[int, ...]:
+    """Return the sizes of recorded steps in requests, ascending; the last has room for `most`.
+
+    Args:
+        most: requests that run at a time.
+        has_experts: whether padding costs a single request something: experts that it would choose.
+    """
     # Few requests get sizes close together: padding costs them most.
     sizes = [size for size in SMALL if size < 2 * most] or [SMALL[0]]
+    if has_experts:
+        sizes.insert(0, 1)
     while sizes[-1] < most:
         step = next((step for upto, step in STEPS if sizes[-1] < upto), 2 * STEPS[-1][1])
         sizes.append(sizes[-1] + step)

@@ -8,7 +8,8 @@ definition multiplies.
 
 layer() is both products with what stands between and behind them, where the gate is one that kernels know (gate.py): a
 few tokens take two launches or three. routed_layer() has the router in front, too: a single token's kernels read logits
-and gated outputs while they are written, so that none waits for the one in front to end.
+and gated outputs while they are written, so that none waits for the one in front to end. In first_row_only() both
+compute the first token alone, whatever rows of padding are behind it.
 
 Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
 inputs.
@@ -16,6 +17,9 @@ inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +34,25 @@ from nibble.kernels.weight_formats import WeightFormat
 
 MAX_TOKENS = 64
 """Tokens up to which chosen experts are read once each; the largest tile of triton.py (ROWS) has as many."""
+
+_is_first_only = ContextVar("_is_first_only", default=False)
+
+
+@contextmanager
+def first_row_only(is_padded: bool = True) -> Iterator[None]:
+    """Let layer() and routed_layer() compute the first token meanwhile, and give what it gets to all rows.
+
+    A compiled model has no code for a single row, so a step of one request has a row of padding, which would choose
+    experts of its own. What is recorded in here stays so.
+
+    Args:
+        is_padded: Whether all rows but the first are padding; else all are computed.
+    """
+    before = _is_first_only.set(is_padded)
+    try:
+        yield
+    finally:
+        _is_first_only.reset(before)
 
 
 class Packed(Protocol):
@@ -179,14 +202,14 @@ def _down(x: Tensor, experts: Tensor, bias: Tensor | None, weight: Tensor | Pack
 
 def _layer(
     x: Tensor, experts: Tensor, weights: Tensor, up: Tensor | PackedExperts, up_bias: Tensor | None,
-    down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
+    down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate, *, copies: int = 1,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(weight, len(experts)) for weight in (up, down))
     if first and second and _is_few(x, experts, up) and cuda.serves(x, _choices(experts), first, up_bias):
         y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate)
         if cuda.serves(y_SN, _choices(experts), second, down_bias):
             if cuda.combines(_choices(experts), x):
-                return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights)
+                return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights, copies=copies)
             y_SN = cuda.few_product(y_SN, experts, second, down_bias)
             return _combined(y_SN, None, experts, weights, second.shape[0])
         return _combined(
@@ -203,7 +226,7 @@ def _layer(
 
 def _routed_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None, choice: tuple[int, bool, bool], up: Tensor | PackedExperts,
-    up_bias: Tensor | None, down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate,
+    up_bias: Tensor | None, down: Tensor | PackedExperts, down_bias: Tensor | None, gate: Gate, *, copies: int = 1,
 ) -> Tensor:  # fmt: skip
     first, second = (cuda.matrices_of(matrices, len(x)) for matrices in (up, down))
     shape = len(x), choice[0] + choice[2]
@@ -219,9 +242,11 @@ def _routed_layer(
         # Each launch is just behind the one whose values it reads.
         routing = cuda.Routing(router.cuda.logits_of_token(x, weight, bias), *choice[1:], weights)
         y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing)
-        return cuda.few_product(y_SN, experts, second, down_bias, weights_TK=weights, is_routed=True)
+        return cuda.few_product(
+            y_SN, experts, second, down_bias, weights_TK=weights, is_routed=True, copies=copies
+        )
     _, weights, experts = torch.ops.nibble.route(x, weight, bias, *choice)
-    return _layer(x, experts, weights, up, up_bias, down, down_bias, gate)
+    return _layer(x, experts, weights, up, up_bias, down, down_bias, gate, copies=copies)
 
 
 def _choices(experts: Tensor) -> tuple[int, int]:
@@ -325,13 +350,27 @@ def _packed_down(x: Tensor, experts: Tensor, bias: Tensor | None, *weight: Any) 
 
 
 def _experts_layer(x: Tensor, experts: Tensor, weights: Tensor, *operands: Any) -> Tensor:
-    return _layer(x, experts, weights, *_layer_arguments(operands))
+    rows, copies = _rows(x)
+    y = _layer(x[:rows], experts[:rows], weights[:rows], *_layer_arguments(operands), copies=copies)
+    return _repeated(y, len(x))
 
 
 def _experts_routed_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, is_normalized: bool, has_shared: bool, *operands: Any
 ) -> Tensor:  # fmt: skip
-    return _routed_layer(x, weight, bias, (top_k, is_normalized, has_shared), *_layer_arguments(operands))
+    choice, (rows, copies) = (top_k, is_normalized, has_shared), _rows(x)
+    y = _routed_layer(x[:rows], weight, bias, choice, *_layer_arguments(operands), copies=copies)
+    return _repeated(y, len(x))
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Return how many rows are computed, and how many copies of a single one a kernel may write."""
+    is_first_only = _is_first_only.get() and len(x) > 1
+    return (1, len(x)) if is_first_only else (len(x), 1)
+
+
+def _repeated(y: Tensor, rows: int) -> Tensor:
+    return y if len(y) == rows else y.expand(rows, -1).contiguous()
 
 
 def _layer_arguments(operands: tuple[Any, ...]) -> tuple[Any, ...]:

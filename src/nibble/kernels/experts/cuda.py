@@ -235,7 +235,7 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
-    tile: Tile | None = None, routing: Routing | None = None, is_routed: bool = False,
+    tile: Tile | None = None, routing: Routing | None = None, is_routed: bool = False, copies: int = 1,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -251,6 +251,7 @@ def few_product(
         tile: Another tile than the fastest.
         routing: Where the kernel chooses experts_TK by itself, in the first product of a token.
         is_routed: Whether the launch in front was such a product, which gave x; with weights_TK.
+        copies: Rows of the result, all alike; with weights_TK.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -260,7 +261,7 @@ def few_product(
     (tokens, top_k), (experts, outputs, inputs) = experts_TK.shape, matrices.shape
     choices, gpu = tokens * top_k, gpu_of(x.device)
     is_combined = weights_TK is not None
-    out_SN = x.new_empty(tokens if is_combined else choices, outputs // 2 if gate else outputs)
+    out_SN = x.new_empty(copies if is_combined else choices, outputs // 2 if gate else outputs)
     if not choices:
         return out_SN
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -278,7 +279,7 @@ def few_product(
                out_SN, places_S, logits)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
-    sizes = (choices, top_k, experts, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
+    sizes = (choices, top_k, experts, copies, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
              int(is_each), int(is_early), int(is_float32), int(routing is not None and routing.is_normalized),
              int(routing is not None and routing.has_shared))  # fmt: skip
     values = (

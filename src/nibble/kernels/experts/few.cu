@@ -9,7 +9,7 @@
 //   STAGES   steps that are copied at a time
 //   ONE      whether all choices are those of a single token, with one row of x for a block
 //   COMBINE  0, or how many choices a token has: blocks of a cluster, one for each choice, whose outputs are weighted
-//            and summed up, in order
+//            and summed up, in order, into `copies` rows that are alike
 //   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
 //            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
 //   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
@@ -150,8 +150,8 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
     few(const u16* x, long long* chosen, void* weights, const u8* codes, const u8* scales,
         const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
-        int experts, int x_stride, int bias_stride, int is_each, int is_early, int is_float, int is_normalized,
-        int has_shared, float limit, float factor) {
+        int experts, int copies, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
+        int is_normalized, int has_shared, float limit, float factor) {
   __shared__ float biases[ROWS];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -398,7 +398,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     for (int r = threadIdx.x; rank == 0 && r < ROWS; r += THREADS) {
       float sum = 0;
       for (int i = 0; i < COMBINE; i++) sum += parts[i * ROWS + r];
-      out[number_of(tile) * ROWS + r] = u16(pack_bf16(sum, 0));
+      for (int copy = 0; copy < copies; copy++) out[copy * OUTPUTS + number_of(tile) * ROWS + r] = u16(pack_bf16(sum, 0));
     }
 #else
     for (int i = threadIdx.x; i < share.count * RESULTS; i += THREADS) {
