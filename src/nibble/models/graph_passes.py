@@ -3,7 +3,8 @@
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
 convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py). A
-router and the layer of experts behind it, where Nibble computes both, can become one operator.
+router and the layer of experts behind it, where Nibble computes both, can become one operator. Last, what only serves
+rows whose logits are wanted is computed for these (graph_rows.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from nibble.kernels import experts, linear, router, topk
-from nibble.models import graph_convolutions, graph_projections
+from nibble.models import graph_convolutions, graph_projections, graph_rows
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -48,6 +49,7 @@ class ReplaceOperators(CustomGraphPass):
                 self._replace_product(node, *node.args)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
             _join_router(graph, node)
+        graph_rows.pick_rows_early(graph)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -77,7 +79,15 @@ class ReplaceOperators(CustomGraphPass):
                 __file__,
                 *(
                     part.__file__
-                    for part in (graph_convolutions, graph_projections, topk, linear, router, experts)
+                    for part in (
+                        graph_convolutions,
+                        graph_projections,
+                        graph_rows,
+                        topk,
+                        linear,
+                        router,
+                        experts,
+                    )
                 ),
             )
         )
