@@ -6,7 +6,6 @@ The kernels themselves need a GPU; here dense attention stands in for them, with
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.kernels import attention
-from nibble.kernels.attention import KeyTile, PackedKeys, merge_lse, naive
+from nibble.kernels.attention import KeyTile, merge_lse, naive
 from nibble.kernels.attention import PartialAttention as Part
 from nibble.kernels.attention import triton as twin
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -24,7 +23,7 @@ from nibble.model_spec import Phase
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
 SPEC = AttentionParams(DIM**-0.5)
-ROWS, KEYS, WORKSPACE = (32, 16), (64, 32, 16), 96
+ROWS, KEYS = (32, 16), (64, 32, 16)
 
 Request = tuple[int, int]
 """Stored tokens before the new ones, and new ones."""
@@ -67,22 +66,6 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
     return dense(q, k, v, tile.causal)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, keys: PackedKeys, scale: float) -> Part:
-    """As torch's kernel: keys behind a request's own are not read, and rows without keys have no finite sum."""
-    assert scale == SPEC.scale and len(k) == len(v) == int(keys.cu_seqlens_k_B1[-1]) <= WORKSPACE
-    assert len(q) == int(keys.cu_seqlens_q_B1[-1])
-    assert keys.max_seq_len == int(keys.seq_lens_B.max())
-    starts, spans = keys.cu_seqlens_k_B1.tolist(), keys.cu_seqlens_q_B1.tolist()
-    assert keys.max_query_len == max(b - a for a, b in pairwise(spans))
-    parts = [
-        dense(q[first:last], k[start : start + length], v[start : start + length], True)
-        for (first, last), start, length in zip(
-            pairwise(spans), starts, keys.seq_lens_B.tolist(), strict=False
-        )
-    ]
-    return Part(torch.cat([x.values_THD for x in parts]), torch.cat([x.lse_HT for x in parts], 1))
-
-
 def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     assert max(batch.seq_lens) == int(batch.seq_lens_B.max())
     return naive.paged_attention(q, k, v, batch, params)
@@ -91,9 +74,7 @@ def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionP
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = {"_flash": flash, "_cudnn": cudnn, "_short": few, "_partial_short": naive.partial_attention}
-    limits = {"QUERY_SIZES": ROWS, "KEY_SIZES": KEYS, "PREFILL_WORKSPACE": WORKSPACE}
-    limits |= {"MIN_PACKED_TOKENS": 24, "MIN_PACKED_ROWS": 6}
-    for name, value in {**stand_in, "_packed": packed, **limits}.items():
+    for name, value in {**stand_in, "QUERY_SIZES": ROWS, "KEY_SIZES": KEYS}.items():
         monkeypatch.setattr(attention, name, value)
 
 
@@ -162,8 +143,6 @@ def shapes(requests: list[Request], use_cudnn: bool, omitted: int = 0) -> list[o
         if isinstance(block.plan, AttentionBatch):
             assert len(block.plan.page_table_BN) == len(block.plan.query_lens)
             found.append((block.plan.query_lens, tuple(block.plan.seq_lens_B.tolist())))
-        elif isinstance(block.plan, PackedKeys):
-            found.append(("packed", *block.plan.seq_lens_B.tolist()))
         else:
             tiles = [(tile.keys.stop - tile.keys.start, tile.cudnn) for tile in block.plan]
             found.append((block.rows.stop - block.rows.start, tiles))
@@ -200,27 +179,6 @@ def test_few_tokens_go_together() -> None:
         (32, [(32, True), (16, True), (12, False), (32, True)]),
         ((2,), (62,)),
     ]
-
-
-def test_many_tokens_behind_few_are_packed_as_the_workspace_holds_them() -> None:
-    """Those with far more keys, and with very few rows, stay with the kernel that splits keys."""
-    assert shapes([(0, 9), (30, 8), (3, 12)], True) == [("packed", 9, 38, 15)]
-    assert shapes([(0, 9), (40, 12), (30, 12), (3, 12)], True) == [("packed", 9, 52), ("packed", 42, 15)]
-    assert shapes([(0, 9), (3, 12)], True) == [((9, 12), (9, 15))], "too few"
-    assert shapes([(0, 15), (3, 12), (0, 2), (90, 9), (0, 14), (0, 13)], True) == [
-        ("packed", 15, 15), ((2, 9), (2, 99)), ("packed", 14, 13),
-    ]  # fmt: skip
-    assert shapes([(0, 15), (0, 2), (0, 14)], True) == [((15, 2, 14), (15, 2, 14))], "never in smaller pieces"
-
-
-def test_rows_without_keys_weigh_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernel says infinity of them."""
-    outputs = torch.zeros(3, 1, 8), torch.tensor([[torch.inf, 0.5, -2.0]])
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *_, **__: outputs)
-    keys = PackedKeys(*[torch.zeros(1, dtype=torch.int32)] * 4, 3, 2)
-    found = attention._packed(outputs[0], outputs[0], outputs[0], keys, 1.0)
-    assert found.lse_HT.tolist() == [[-torch.inf, 0.5, -2.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,19 +8,18 @@ log-sum-exp. No mask is made.
 
 cuDNN's kernel is the fastest on Hopper, but it makes a plan for every new shape (40 ms). So it is given few shapes: new
 tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES (and of as many tokens less as an exact window leaves out).
-What is left of the keys goes to torch's flash kernel. So do short prompts and what is left of the tokens, several
-requests at a time, where their keys are not many times as many. The rest goes to the kernel that reads pages as they
-are (triton.py), which splits keys where there are few queries.
+What is left of the keys goes to torch's flash kernel. What is left of the tokens, and short prompts, goes to the kernel
+that reads pages as they are (triton.py), which splits keys where there are few queries.
 
 Shape suffixes: T query tokens, B requests, N pages, L keys, H query heads, D values of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -35,9 +34,7 @@ from nibble.model_spec import Phase
 
 QUERY_SIZES = (8192, 4096, 2048)
 KEY_SIZES = (PREFILL_WORKSPACE, 16384, 8192, 4096, 2048)
-"""Sizes of new tokens and of keys that cuDNN is given."""
-MIN_PACKED_TOKENS, MIN_PACKED_ROWS, MAX_PACKED_KEYS = 1024, 128, 8
-"""New tokens from which requests are put together for flash; the least of each, and its most keys for a new token."""
+"""Sizes of new tokens and of keys that cuDNN is given. For fewer tokens the kernel that reads pages is no slower."""
 
 
 def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
@@ -75,26 +72,12 @@ class KeyTile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedKeys:
-    """Keys of several requests, the last of which belong to its rows; each request's begin with a page."""
-
-    pages_1N: Tensor
-    cu_seqlens_q_B1: Tensor
-    """Int32, where rows of a request begin; keys do in cu_seqlens_k_B1."""
-    cu_seqlens_k_B1: Tensor
-    seq_lens_B: Tensor
-    """Int32, how many keys there are."""
-    max_query_len: int
-    max_seq_len: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class QueryBlock:
     """Rows of the queries."""
 
     rows: slice
-    plan: tuple[KeyTile, ...] | PackedKeys | AttentionBatch
-    """Tiles that hold all keys that rows of one request see; or requests, with many rows of each or few."""
+    plan: tuple[KeyTile, ...] | AttentionBatch
+    """Tiles that hold all keys that rows of one request see; or requests with a few rows each."""
 
 
 def serves(k: Paged, v: Paged) -> bool:
@@ -147,21 +130,18 @@ def partial_prefill_attention(
 
 
 def _block(
-    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | PackedKeys | AttentionBatch, params: AttentionParams
-) -> Tensor:  # fmt: skip
+    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
+) -> Tensor:
     if isinstance(plan, AttentionBatch):
         return _short(q_THD, k, v, plan, params)
-    return _partial_block(q_THD, k, v, plan, params).values_THD
+    return _tiles(q_THD, k, v, plan, params.scale).values_THD
 
 
 def _partial_block(
-    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | PackedKeys | AttentionBatch, params: AttentionParams
-) -> PartialAttention:  # fmt: skip
+    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
+) -> PartialAttention:
     if isinstance(plan, AttentionBatch):
         return _partial_short(q_THD, k, v, plan, params)
-    if isinstance(plan, PackedKeys):
-        k_LHD, v_LHD = (dequantize_pages(stream, plan.pages_1N, q_THD.dtype)[0] for stream in (k, v))
-        return _packed(q_THD, k_LHD, v_LHD, plan, params.scale)
     return _tiles(q_THD, k, v, plan, params.scale)
 
 
@@ -196,15 +176,6 @@ def _flash(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, tile: KeyTile, scale: fl
     return PartialAttention(out, lse)
 
 
-def _packed(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, keys: PackedKeys, scale: float) -> PartialAttention:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q_THD, k_LHD, v_LHD, keys.cu_seqlens_q_B1, keys.cu_seqlens_k_B1, keys.max_query_len, keys.max_seq_len, 0.0,
-        True, False, scale=scale, seqused_k=keys.seq_lens_B,
-    )  # fmt: skip
-    # Of rows that see no keys it is infinite there.
-    return PartialAttention(out, lse.masked_fill(lse == torch.inf, -torch.inf))
-
-
 def _short(q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     from nibble.kernels.attention.triton import paged_attention
 
@@ -232,12 +203,6 @@ class _Rows:
     length: int
     short: bool
 
-    @property
-    def is_long(self) -> bool:
-        """Return whether rows are many enough, beside their keys, for a kernel that does not split these."""
-        most = min(MAX_PACKED_KEYS * self.count, PREFILL_WORKSPACE)
-        return self.count >= MIN_PACKED_ROWS and 0 < self.length <= most
-
 
 def plan_blocks(batch: AttentionBatch, page_size: int, *, cudnn: bool) -> tuple[QueryBlock, ...]:
     """Cut the queries of requests into blocks.
@@ -253,45 +218,16 @@ def plan_blocks(batch: AttentionBatch, page_size: int, *, cudnn: bool) -> tuple[
     table_BN, query_sizes = batch.page_table_BN, QUERY_SIZES if cudnn else QUERY_SIZES[:1]
     rows = _rows(batch.query_lens, batch.seq_lens, _sizes(query_sizes, batch.num_omitted))
     key_sizes = _sizes(KEY_SIZES if cudnn else KEY_SIZES[:1], batch.num_omitted)
-    blocks = list[QueryBlock]()
-    for is_short, parts in groupby(rows, lambda part: part.short):
-        if is_short:
-            blocks += _short_blocks([*parts], table_BN, page_size)
-        else:
-            tiles = ((part, _key_tiles(part, table_BN, page_size, key_sizes, cudnn)) for part in parts)
-            blocks += [QueryBlock(_span([part]), tuple(of_part)) for part, of_part in tiles]
-    return tuple(blocks)
-
-
-def _span(parts: Sequence[_Rows]) -> slice:
-    """Return the rows of neighbours."""
-    return slice(parts[0].row, parts[-1].row + parts[-1].count)
-
-
-def _short_blocks(parts: Sequence[_Rows], page_table_BN: Tensor, page_size: int) -> Iterator[QueryBlock]:
-    """Yield blocks of neighbours: those that are long enough with packed keys, if they are enough."""
-    packed = set[int]()
-    for is_long, run in groupby(parts, lambda part: part.is_long):
-        counts = {part.row: part.count for part in run}
-        if is_long and sum(counts.values()) >= MIN_PACKED_TOKENS:
-            packed |= set(counts)
-    for is_packed, run in groupby(parts, lambda part: part.row in packed):
-        for group in _fitting(run, page_size) if is_packed else [[*run]]:
-            plan = (_packed_keys if is_packed else _short_batch)(group, page_table_BN, page_size)
-            yield QueryBlock(_span(group), plan)
-
-
-def _fitting(parts: Iterable[_Rows], page_size: int) -> Iterator[list[_Rows]]:
-    """Yield neighbours whose keys the workspace holds."""
-    group, room = list[_Rows](), PREFILL_WORKSPACE
-    for part in parts:
-        size = page_size * cdiv(part.length, page_size)
-        if group and size > room:
-            yield group
-            group, room = [], PREFILL_WORKSPACE
-        group.append(part)
-        room -= size
-    yield group
+    groups = (tuple(group) for _, group in groupby(rows, lambda part: None if part.short else part.row))
+    return tuple(
+        QueryBlock(
+            slice(group[0].row, group[-1].row + group[-1].count),
+            _short_batch(group, table_BN)
+            if group[0].short
+            else tuple(_key_tiles(group[0], table_BN, page_size, key_sizes, cudnn)),
+        )
+        for group in groups
+    )
 
 
 def _sizes(sizes: Sequence[int], num_omitted: int) -> tuple[int, ...]:
@@ -323,22 +259,8 @@ def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[in
             row += count
 
 
-def _packed_keys(group: Sequence[_Rows], page_table_BN: Tensor, page_size: int) -> PackedKeys:
-    """Return the keys of neighbours, each with its only short rows."""
-    device, lens = page_table_BN.device, [part.length for part in group]
-    counts = [cdiv(length, page_size) for length in lens]
-    pages = [page_table_BN[part.request, :count] for part, count in zip(group, counts, strict=True)]
-    starts = (
-        [*accumulate((part.count for part in group), initial=0)],
-        [*accumulate((page_size * count for count in counts), initial=0)],
-    )
-    queries, keys, lens_B = (to_device(values, torch.int32, device) for values in (*starts, lens))
-    longest = max(part.count for part in group)
-    return PackedKeys(torch.cat(pages)[None], queries, keys, lens_B, longest, max(lens))
-
-
-def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor, page_size: int) -> AttentionBatch:
-    """Return neighbours, each with its only short rows, as a batch."""
+def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor) -> AttentionBatch:
+    """Return neighbours, each with its only few rows, as a batch."""
     pages_BN = page_table_BN[group[0].request : group[-1].request + 1]
     query_lens, seq_lens = [part.count for part in group], [part.length for part in group]
     return AttentionBatch.from_lens(Phase.EXTEND, group[0].row, query_lens, seq_lens, pages_BN)
