@@ -8,6 +8,7 @@ as by heads that draft, nothing changes.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from typing import Any
@@ -41,6 +42,7 @@ _OF_A_DIMENSION = {
 }  # fmt: skip
 """Operators that mix, cut or join along some dimensions, and which argument these are."""
 _SEVERAL = -1
+log = logging.getLogger("nibble.compile")
 
 
 def pick_rows_early(graph: fx.Graph) -> int:
@@ -62,6 +64,7 @@ def _pick_early(graph: fx.Graph, index: Any) -> int:
     if not any(node.target in _MATMULS or node.target in _LAYERS for node in nodes):
         return 0
     _replace(graph, index, nodes, rows, tokens)
+    log.info("%d operators behind the last attention compute the rows that are asked for alone", len(nodes))
     return len(nodes)
 
 
