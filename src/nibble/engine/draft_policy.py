@@ -6,9 +6,10 @@ tokens to those whose drafts are right. It pays where
 
     (requests + likely tokens of drafts) / time of a step with drafts > requests / time of a step without
 
-Both times are measured as steps go by, and how likely a draft is right is learnt from those before. Where drafts do not
-pay, a step has some nevertheless from time to time, as what is being written may change; so rarely that all of these
-cost less than PROBE_COST.
+Both times are measured as steps go by, and how likely a draft is right is learnt from those before. What was not
+measured, or long ago, is taken to be in proportion to what was; so a few steps go without drafts, or have another
+number of them, where that might pay more than what is known. Where drafts do not pay, a step has some nevertheless from
+time to time, as what is being written may change; so rarely that all of these cost less than PROBE_COST.
 
 The time of a step with drafts includes what the drafter took for them, which is measured apart: it may be a model of
 its own. That also says what a token is worth, the seconds that the engine takes for one now, by which a model that
@@ -29,6 +30,10 @@ WEIGHT, COMMON_WEIGHT = 0.3, 0.03
 """Of what the newest draft token says about its request, and about requests to come."""
 SAMPLES, ENOUGH = 5, 3
 """Times that are remembered, of which the median counts, and how many say something."""
+OLD = 512
+"""Steps of as many requests after which a time says nothing."""
+HOPE = 0.5
+"""Part of the time beyond a shorter one that a step which was not measured may take, of what is taken for it."""
 MARGIN = 1.2
 """Times by which drafts must pay where the step before had none."""
 PROBE_COST = 0.005
@@ -79,7 +84,7 @@ def _learnt(share: float, proposed: int, accepted: int, weight: float) -> float:
 
 def _assumed_ratio(requests: int, drafts: int) -> float:
     """Return how much longer a step with so many drafts a request is taken to be, until it was measured."""
-    return 1.08 + requests * (1 + drafts) / 512
+    return 1.08 + requests * (1 + drafts) / 512 if drafts else 1.0
 
 
 @dataclass(slots=True)
@@ -97,6 +102,10 @@ class Medians:
         times = self._times.get(kind, ())
         return statistics.median(times) if len(times) >= ENOUGH else None
 
+    def forget(self, kind: Hashable) -> None:
+        """Forget the times of a kind."""
+        self._times.pop(kind, None)
+
     def usual(self, kind: Hashable, seconds: float) -> float:
         """Note a time, and return it, or what is usual where it is out of all proportion."""
         self.note(kind, seconds)
@@ -109,10 +118,21 @@ class StepTimes:
     """What steps took by drafts of a request and the number of requests: once, twice, four times as many apart."""
 
     _medians: Medians = field(default_factory=Medians)
+    _newest: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By the number of requests: the step that had so many drafts last."""
+    _steps: dict[int, int] = field(default_factory=dict)
+    """How many steps there were."""
 
     def note(self, requests: int, drafts: int, seconds: float) -> None:
         """Note the time from one launch to the next."""
-        self._medians.note((requests.bit_length(), drafts), seconds)
+        size = requests.bit_length()
+        self._steps[size] = self._steps.get(size, 0) + 1
+        newest = self._newest.setdefault(size, {})
+        newest[drafts] = self._steps[size]
+        for old in [count for count, step in newest.items() if self._steps[size] - step >= OLD]:
+            del newest[old]
+            self._medians.forget((size, old))
+        self._medians.note((size, drafts), seconds)
 
     def get(self, requests: int, drafts: int) -> float | None:
         """Return what such a step takes, None where it was not measured."""
@@ -120,10 +140,16 @@ class StepTimes:
 
     def ratio(self, requests: int, drafts: int) -> float:
         """Return how many times as long as without a step with so many drafts a request takes."""
-        with_drafts, without = self.get(requests, drafts), self.get(requests, 0)
-        if with_drafts is None or without is None:
-            return _assumed_ratio(requests, drafts)
-        return with_drafts / max(without, 1e-9)
+        return self._likely(requests, drafts) / max(self._likely(requests, 0), 1e-9)
+
+    def _likely(self, requests: int, drafts: int) -> float:
+        """Return what a step takes: what was not measured, in proportion to the measured one that is nearest."""
+        assumed = _assumed_ratio(requests, drafts)
+        counts = [count for count in self._newest.get(requests.bit_length(), ()) if self.get(requests, count)]
+        if not counts:
+            return assumed
+        nearest = min(counts, key=lambda count: abs(_assumed_ratio(requests, count) - assumed))
+        return (self.get(requests, nearest) or 0.0) * assumed / _assumed_ratio(requests, nearest)
 
 
 @dataclass(slots=True)
@@ -243,6 +269,9 @@ class DraftPolicy:
             likely: tokens that drafts are likely to bring, by the number for each request.
         """
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
+        if (untried := self._worth_a_try(requests, likely, extra)) is not None:
+            self._since_drafts = 0 if untried else self._since_drafts + 1
+            return untried
         # Tokens in the time that a step takes without.
         best = max(likely, key=lambda drafts: (requests + likely[drafts]) / (1 + extra[drafts]))
         # To begin with drafts makes a step wait, and so does every end.
@@ -253,6 +282,24 @@ class DraftPolicy:
             return 0
         self._since_drafts = 0
         return best
+
+    def _worth_a_try(
+        self, requests: int, likely: Mapping[int, float], extra: Mapping[int, float]
+    ) -> int | None:
+        """Return a number of drafts that was not measured, and might pay more than all that was; None for none."""
+        tokens = {0: float(requests), **{drafts: requests + likely[drafts] for drafts in likely}}
+        seconds = {0: 1.0, **{drafts: 1 + extra[drafts] for drafts in likely}}
+        measured = [drafts for drafts in tokens if self.times.get(requests, drafts) is not None]
+        best = max(tokens, key=lambda drafts: tokens[drafts] / seconds[drafts])
+        if best not in measured:
+            return None
+        hopes = dict[int, float]()
+        for drafts in tokens.keys() - measured:
+            # No step takes less time than one with fewer drafts.
+            least = max((seconds[fewer] for fewer in measured if fewer < drafts), default=0.0)
+            hopes[drafts] = tokens[drafts] / (least + HOPE * max(seconds[drafts] - least, 0.0))
+        hope = max(hopes, key=lambda drafts: hopes[drafts], default=0)
+        return hope if hopes.get(hope, 0.0) > MARGIN * tokens[best] / seconds[best] else None
 
     def launched(self, requests: int, drafts: int, now: float, *, waited: bool) -> None:
         """Note a step without prompts that was launched.
