@@ -19,6 +19,7 @@ drafts for decides on a CPU whether to go on.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -36,6 +37,8 @@ HOPE = 0.5
 """Part of the time beyond a shorter one that a step which was not measured may take, of what is taken for it."""
 MARGIN = 1.2
 """Times by which drafts must pay where the step before had none."""
+TRIES = 8
+"""Steps out of OLD in which a number of drafts is tried: it is never measured where every step is waited for."""
 PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
@@ -92,19 +95,23 @@ class Medians:
     """Medians of the newest few times of each kind."""
 
     _times: dict[Hashable, deque[float]] = field(default_factory=dict)
+    _medians: dict[Hashable, float] = field(default_factory=dict)
 
     def note(self, kind: Hashable, seconds: float) -> None:
         """Note a time."""
-        self._times.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
+        times = self._times.setdefault(kind, deque(maxlen=SAMPLES))
+        times.append(seconds)
+        if len(times) >= ENOUGH:
+            self._medians[kind] = statistics.median(times)
 
     def get(self, kind: Hashable) -> float | None:
         """Return the median, None where there are too few."""
-        times = self._times.get(kind, ())
-        return statistics.median(times) if len(times) >= ENOUGH else None
+        return self._medians.get(kind)
 
     def forget(self, kind: Hashable) -> None:
         """Forget the times of a kind."""
         self._times.pop(kind, None)
+        self._medians.pop(kind, None)
 
     def usual(self, kind: Hashable, seconds: float) -> float:
         """Note a time, and return it, or what is usual where it is out of all proportion."""
@@ -144,12 +151,14 @@ class StepTimes:
 
     def _likely(self, requests: int, drafts: int) -> float:
         """Return what a step takes: what was not measured, in proportion to the measured one that is nearest."""
-        assumed = _assumed_ratio(requests, drafts)
-        counts = [count for count in self._newest.get(requests.bit_length(), ()) if self.get(requests, count)]
-        if not counts:
-            return assumed
-        nearest = min(counts, key=lambda count: abs(_assumed_ratio(requests, count) - assumed))
-        return (self.get(requests, nearest) or 0.0) * assumed / _assumed_ratio(requests, nearest)
+        if (seconds := self.get(requests, drafts)) is not None:
+            return seconds
+        assumed, nearest, likely = _assumed_ratio(requests, drafts), math.inf, None
+        for count in self._newest.get(requests.bit_length(), ()):
+            other = _assumed_ratio(requests, count)
+            if (seconds := self.get(requests, count)) is not None and abs(other - assumed) < nearest:
+                nearest, likely = abs(other - assumed), seconds * assumed / other
+        return assumed if likely is None else likely
 
 
 @dataclass(slots=True)
@@ -204,6 +213,9 @@ class DraftPolicy:
     """Without."""
     common_share: float = FIRST_SHARE
     """Of all requests' draft tokens."""
+    _tries: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of late, by number of requests and drafts."""
+    _num_choices: int = 0
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
     _last: tuple[int, int, float, float] | None = None
@@ -269,7 +281,12 @@ class DraftPolicy:
             likely: tokens that drafts are likely to bring, by the number for each request.
         """
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
+        self._num_choices += 1
+        if self._num_choices % OLD == 0:
+            self._tries.clear()
         if (untried := self._worth_a_try(requests, likely, extra)) is not None:
+            kind = requests.bit_length(), untried
+            self._tries[kind] = self._tries.get(kind, 0) + 1
             self._since_drafts = 0 if untried else self._since_drafts + 1
             return untried
         # Tokens in the time that a step takes without.
@@ -293,8 +310,10 @@ class DraftPolicy:
         best = max(tokens, key=lambda drafts: tokens[drafts] / seconds[drafts])
         if best not in measured:
             return None
-        hopes = dict[int, float]()
+        hopes, size = dict[int, float](), requests.bit_length()
         for drafts in tokens.keys() - measured:
+            if self._tries.get((size, drafts), 0) >= TRIES:
+                continue
             # No step takes less time than one with fewer drafts.
             least = max((seconds[fewer] for fewer in measured if fewer < drafts), default=0.0)
             hopes[drafts] = tokens[drafts] / (least + HOPE * max(seconds[drafts] - least, 0.0))

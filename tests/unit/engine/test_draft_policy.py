@@ -20,6 +20,7 @@ from nibble.engine.draft_books import LEAST_TRUST, Draft, DraftBooks
 from nibble.engine.draft_policy import (
     FIRST_SHARE,
     OLD,
+    TRIES,
     DraftPolicy,
     Gain,
     Likelihood,
@@ -223,6 +224,17 @@ def test_times_of_long_ago_say_nothing() -> None:
         times.note(32, 0, 7.4)
     assert times.get(32, 7) is None and times.get(32, 0) == 7.4
     assert times.get(8, 7) == 3.0, "those of other numbers of requests are as old as they were"
+
+
+def test_what_cannot_be_measured_is_not_tried_for_ever() -> None:
+    """Steps without drafts that are all waited for, as those of grammars may be."""
+    policy, now, chosen = DraftPolicy(), 0.0, list[int]()
+    for _ in range(2 * OLD):
+        drafts = policy.choose(4, {3: 2.0})
+        policy.launched(4, drafts, now, waited=True)
+        now += 1.6 if drafts else 1.0
+        chosen.append(drafts)
+    assert 0 < chosen.count(0) <= 3 * TRIES and policy.times.get(4, 0) is None
 
 
 def test_the_best_length_is_chosen() -> None:
