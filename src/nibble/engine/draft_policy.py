@@ -33,12 +33,14 @@ SAMPLES, ENOUGH = 5, 3
 """Times that are remembered, of which the median counts, and how many say something."""
 OLD = 512
 """Steps of as many requests after which a time says nothing."""
-HOPE = 0.5
-"""Part of the time beyond a shorter one that a step which was not measured may take, of what is taken for it."""
+HOPE, WILD_HOPE = 0.5, 0.25
+"""Part of the time taken for a step that was not measured which it may take: beyond one with fewer drafts; and in all,
+where no such step was measured."""
 MARGIN = 1.2
 """Times by which drafts must pay where the step before had none."""
 TRIES = 8
-"""Steps out of OLD in which a number of drafts is tried: it is never measured where every step is waited for."""
+"""Steps out of OLD in which a number of drafts is tried: some are never measured, as no drafter proposes so many, or as
+every step is waited for."""
 PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
@@ -221,6 +223,8 @@ class DraftPolicy:
     _last: tuple[int, int, float, float] | None = None
     """Requests of the step launched last, drafts of each, when that was, and what drafting had taken; None after one
     with prompts."""
+    _is_steady: bool = False
+    """Whether that step and the one before had neither prompts nor drafts."""
     _drafting: float = 0.0
     """Seconds of drafting since then."""
     _rates: dict[int, Rate] = field(default_factory=dict)
@@ -280,13 +284,13 @@ class DraftPolicy:
             requests: that the step has.
             likely: tokens that drafts are likely to bring, by the number for each request.
         """
-        extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
         self._num_choices += 1
         if self._num_choices % OLD == 0:
             self._tries.clear()
+        likely = {drafts: likely[drafts] for drafts in likely if self._may_try(requests, drafts)} or likely
+        extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
         if (untried := self._worth_a_try(requests, likely, extra)) is not None:
-            kind = requests.bit_length(), untried
-            self._tries[kind] = self._tries.get(kind, 0) + 1
+            self._note_try(requests, untried)
             self._since_drafts = 0 if untried else self._since_drafts + 1
             return untried
         # Tokens in the time that a step takes without.
@@ -298,7 +302,19 @@ class DraftPolicy:
         if likely[best] <= margin * extra[best] * requests and self._since_drafts < interval:
             return 0
         self._since_drafts = 0
+        self._note_try(requests, best)
         return best
+
+    def _may_try(self, requests: int, drafts: int) -> bool:
+        """Return whether a number of drafts was measured, or may still be."""
+        tries = self._tries.get((requests.bit_length(), drafts), 0)
+        return tries < TRIES or self.times.get(requests, drafts) is not None
+
+    def _note_try(self, requests: int, drafts: int) -> None:
+        """Note that a number of drafts is chosen, if it was not measured."""
+        if self.times.get(requests, drafts) is None:
+            kind = requests.bit_length(), drafts
+            self._tries[kind] = self._tries.get(kind, 0) + 1
 
     def _worth_a_try(
         self, requests: int, likely: Mapping[int, float], extra: Mapping[int, float]
@@ -310,13 +326,16 @@ class DraftPolicy:
         best = max(tokens, key=lambda drafts: tokens[drafts] / seconds[drafts])
         if best not in measured:
             return None
-        hopes, size = dict[int, float](), requests.bit_length()
+        hopes = dict[int, float]()
         for drafts in tokens.keys() - measured:
-            if self._tries.get((size, drafts), 0) >= TRIES:
+            if not self._may_try(requests, drafts):
                 continue
             # No step takes less time than one with fewer drafts.
-            least = max((seconds[fewer] for fewer in measured if fewer < drafts), default=0.0)
-            hopes[drafts] = tokens[drafts] / (least + HOPE * max(seconds[drafts] - least, 0.0))
+            if fewer := [seconds[count] for count in measured if count < drafts]:
+                least = max(fewer) + HOPE * max(seconds[drafts] - max(fewer), 0.0)
+            else:
+                least = WILD_HOPE * seconds[drafts]
+            hopes[drafts] = tokens[drafts] / least
         hope = max(hopes, key=lambda drafts: hopes[drafts], default=0)
         return hope if hopes.get(hope, 0.0) > MARGIN * tokens[best] / seconds[best] else None
 
@@ -334,14 +353,16 @@ class DraftPolicy:
             before, had_drafts, then, of_drafts = self._last
             # What was drafted since is the new step's.
             seconds = now - then - drafting
-            # A step without that the next one waited for took longer, and not by its own fault.
-            if had_drafts or not waited:
+            # A step without that the next one waited for took longer, and not by its own fault. Behind one of another
+            # kind the time is that one's, as the next is launched when it ends.
+            if had_drafts or (self._is_steady and not waited):
                 self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
                 self.verify_times.note(before, had_drafts, seconds)
             self._rate = self._rates.setdefault(before.bit_length(), Rate())
             self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
+        self._is_steady = self._last is not None and not self._last[1] and not drafts
         self._last = requests, drafts, now, drafting
 
     def interrupted(self) -> None:
         """Note that the step launched last is not followed by another without prompts."""
-        self._last, self._drafting = None, 0.0
+        self._last, self._drafting, self._is_steady = None, 0.0, False

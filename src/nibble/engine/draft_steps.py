@@ -157,7 +157,7 @@ class DraftGraphs(Graphs):
         self._forward = forward
         self.most = min(sizes[-1], largest)
         """Requests that a chain can have."""
-        rows = max(sizes[-1], largest)
+        rows = max(rows_of(sizes[-1]), largest)
         self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
         """Of the step that follows: rows of the page tables, positions, token ids, and the chances of these, as bits of
         float64."""

@@ -45,8 +45,9 @@ class Graphs:
         verify_sizes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.sizes, self.verify_sizes = tuple(sizes), tuple(verify_sizes)
-        max_rows = max(sizes[-1], *(requests * rows for requests, rows in verify_sizes), 0)
-        self.inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=device)
+        max_decodes = rows_of(sizes[-1])
+        max_rows = max(max_decodes, *(requests * rows for requests, rows in verify_sizes), 0)
+        self.inputs = torch.zeros(3 * max_decodes, dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
         lengths = (VerifyInputs.length(*size) for size in verify_sizes)
         self.verify_inputs = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=device)

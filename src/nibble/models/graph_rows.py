@@ -2,8 +2,8 @@
 
 Families compute their last layer for all tokens, and pick the rows whose logits are wanted just in front of the output
 layer. What lies between the last attention and there treats each row by itself, so rows are picked behind the attention
-instead: a prompt is spared most of a layer, and gets the same logits. Where hidden states of all tokens are wanted too,
-as by heads that draft, nothing changes.
+instead: a prompt is spared most of a layer, and gets the same logits. Where hidden states of all tokens are wanted there
+too, as by a checkpoint's own head, nothing changes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ def _pick_early(graph: fx.Graph, index: Any) -> int:
     nodes = _serving(source, index, tokens)
     if not any(node.target in _MATMULS or node.target in _LAYERS for node in nodes):
         return 0
-    _replace(graph, index, nodes, rows, tokens)
+    try:
+        _replace(graph, index, nodes, rows, tokens)
+    except Exception as error:  # of all kinds: a graph that is left as it was is right
+        log.info("the last layer is computed for all rows (%s: %s)", type(error).__name__, error)
+        return 0
     log.info("%d operators behind the last attention compute the rows that are asked for alone", len(nodes))
     return len(nodes)
 
@@ -76,30 +80,55 @@ def _serving(source: fx.Node, index: fx.Node, tokens: torch.SymInt) -> list[fx.N
         if node.users and all(user in serving for user in node.users) and _is_by_row(node, tokens):
             serving[node] = None
         node = node.prev
-    return [*reversed(serving)][:-1] if source in serving else []
+    # Of several values that stay, the one that serves is picked from.
+    nodes = list[fx.Node]()
+    for node in [*reversed(serving)][:-1]:
+        if node.target is not operator.getitem or node.args[0] in nodes:
+            nodes.append(node)
+    return nodes if source in nodes else []
 
 
 def _replace(graph: fx.Graph, index: Any, nodes: list[fx.Node], rows: fx.Node, tokens: torch.SymInt) -> None:
-    """Compute nodes again for rows, in the place of the index."""
-    twins = dict[fx.Node, fx.Node]()
-    with graph.inserting_before(index):
-        count = _call(graph, aten.sym_size.int, (rows, 0))
-
-        def twin(node: fx.Node) -> fx.Node:
-            """Return the rows of a node; of what has none, itself."""
-            if node not in twins and (at := _row_dimension(node.meta["val"], tokens)) is not None:
-                twins[node] = _call(graph, aten.index.Tensor, (node, [*[None] * at, rows]))
-            return twins.get(node, node)
-
-        for node in nodes:
-            arguments: Any = fx.map_arg(node.args, twin)
-            if node.target in _RESHAPES:
-                shape, at = node.meta["val"].shape, _row_dimension(node.meta["val"], tokens)
-                arguments = arguments[0], [count if i == at else size for i, size in enumerate(shape)]
-            twins[node] = _call(graph, node.target, arguments, fx.map_arg(node.kwargs, twin))
+    """Compute nodes again for rows, in the place of the index; a graph where that fails stays as it was."""
+    before, twins = index.prev, dict[fx.Node, fx.Node]()
+    try:
+        with graph.inserting_before(index):
+            _add_twins(graph, nodes, rows, tokens, twins)
+        if not _is_same(twins[index.args[0]].meta["val"].shape, index.meta["val"].shape):
+            raise ValueError(f"a shape is {twins[index.args[0]].meta['val'].shape}")
+    except Exception:
+        while index.prev is not before:
+            graph.erase_node(index.prev)
+        raise
     index.replace_all_uses_with(twins[index.args[0]])
     for node in (index, *reversed(nodes)):
         graph.erase_node(node)
+
+
+def _add_twins(
+    graph: fx.Graph, nodes: list[fx.Node], rows: fx.Node, tokens: torch.SymInt, twins: dict[fx.Node, fx.Node]
+) -> None:
+    """Add what nodes compute for rows, and fill in which node has which twin."""
+    count = _call(graph, aten.sym_size.int, (rows, 0))
+
+    def twin(node: fx.Node) -> fx.Node:
+        """Return the rows of a node; of what has none, itself."""
+        if node not in twins and (at := _row_dimension(node.meta["val"], tokens)) is not None:
+            twins[node] = _call(graph, aten.index.Tensor, (node, [*[None] * at, rows]))
+        return twins.get(node, node)
+
+    for node in nodes:
+        arguments: Any = fx.map_arg(node.args, twin)
+        if node.target in _RESHAPES:
+            shape, at = node.meta["val"].shape, _row_dimension(node.meta["val"], tokens)
+            arguments = arguments[0], [count if i == at else size for i, size in enumerate(shape)]
+        twins[node] = _call(graph, node.target, arguments, fx.map_arg(node.kwargs, twin))
+        for value, of_rows in zip(
+            tree_leaves(node.meta["val"]), tree_leaves(twins[node].meta["val"]), strict=True
+        ):
+            at = _row_dimension(value, tokens)
+            if at is None or not _is_same(of_rows.shape[at], count.meta["val"]):
+                raise ValueError(f"{node.target} has rows of {tuple(of_rows.shape)}")
 
 
 def _call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], options: Any = None) -> fx.Node:
@@ -161,5 +190,8 @@ def _row_dimension(value: object, tokens: torch.SymInt) -> int | None:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Return whether two sizes are the same number or formula; that two formulas are equal is not looked into."""
-    symbols = [size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other)]
-    return bool(symbols[0] == symbols[1])
+    symbols = [
+        [size.node.expr if isinstance(size, torch.SymInt) else size for size in tree_leaves(sizes)]
+        for sizes in (tuple(one) if isinstance(one, torch.Size) else one, other)
+    ]
+    return symbols[0] == symbols[1]

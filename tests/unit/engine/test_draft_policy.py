@@ -188,11 +188,12 @@ def test_times_count_from_launch_to_launch() -> None:
     times, policy = StepTimes(), DraftPolicy()
     assumed = times.ratio(4, 3)
     now = 0.0
-    for place in range(40):
-        drafts = 3 * (place % 4 > 1)
-        # A step without that the next one waits for took longer, which is not its own fault.
-        policy.launched(4, drafts, now, waited=place % 4 != 1)
-        now += 3.0 if drafts else 2.0 if place % 4 == 0 else 9.0
+    for place in range(50):
+        drafts = 3 * (place % 5 > 2)
+        # A step without that the next one waits for took longer, which is not its own fault; the first one is launched
+        # while another runs.
+        policy.launched(4, drafts, now, waited=place % 5 not in (1, 2))
+        now += 3.0 if drafts else 2.0 if place % 5 == 1 else 9.0
     assert policy.times.ratio(4, 3) == 1.5 != assumed
     assert policy.times.ratio(64, 3) != 1.5 != policy.times.ratio(4, 7)
     policy.interrupted()
@@ -235,6 +236,31 @@ def test_what_cannot_be_measured_is_not_tried_for_ever() -> None:
         now += 1.6 if drafts else 1.0
         chosen.append(drafts)
     assert 0 < chosen.count(0) <= 3 * TRIES and policy.times.get(4, 0) is None
+
+
+@pytest.mark.parametrize("kind", ["all are waited for", "prompts between"])
+def test_where_steps_cannot_be_measured_drafts_go_on(kind: str) -> None:
+    policy, now, tokens = DraftPolicy(), 0.0, 0.0
+    likely = {drafts: 4 * sum(0.5**place for place in range(1, drafts + 1)) for drafts in (1, 3, 7)}
+    for place in range(1000):
+        drafts = policy.choose(4, likely)
+        policy.launched(4, drafts, now, waited=bool(drafts) or kind == "all are waited for")
+        now += {0: 1.0, 1: 1.05, 3: 1.08, 7: 1.15}[drafts]
+        tokens += 1 + likely.get(drafts, 0.0) / 4
+        if kind == "prompts between" and place % 2:
+            policy.interrupted()
+    assert tokens / now > 1.65
+
+
+def test_more_drafts_than_ever_come_are_not_chosen_for_ever() -> None:
+    """Whoever drafts has three at most, whose steps take four times as long."""
+    policy, now, tokens = DraftPolicy(), 0.0, 0.0
+    for _ in range(600):
+        drafts = min(policy.choose(8, {1: 7.2, 3: 19.5, 7: 37.5}), 3)
+        policy.launched(8, drafts, now, waited=bool(drafts))
+        now += {0: 1.0, 1: 1.1, 3: 4.0}[drafts]
+        tokens += 1 + {0: 0.0, 1: 0.9, 3: 2.44}[drafts]
+    assert tokens / now > 1.5, "one draft each pays"
 
 
 def test_the_best_length_is_chosen() -> None:

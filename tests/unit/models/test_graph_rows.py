@@ -12,9 +12,10 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
-from families import FAMILIES, make
+from families import tiny_model
 from nibble.kernels import experts, router
 from nibble.kernels.experts.gate import SILU, Gate
+from nibble.models import graph_rows
 from nibble.models.graph_rows import pick_rows_early
 
 HIDDEN, VOCABULARY, TOKENS = 16, 24, 9
@@ -109,6 +110,46 @@ def test_experts_are_asked_for_rows() -> None:
     assert len(set(products(compiler.graphs[0]))) == 1 and compiler.counts[0]
 
 
+def test_halves_of_what_stays_are_picked_from() -> None:
+    """A projection's one half goes to attention, the other gates what it gives; as does one of several results."""
+
+    def gated(x: Tensor, rows: Tensor) -> Tensor:
+        query, gate = F.linear(x, torch.cat([WEIGHT, -WEIGHT])).chunk(2, -1)
+        first, second = F.linear(x, WEIGHT).unflatten(-1, (2, -1)).unbind(2)
+        peak = x.max(-1, keepdim=True)
+        mixed = (query + torch.cat([second, second], -1)).cumsum(1) + peak.indices
+        y = F.linear(mixed * gate.sigmoid() * peak.values + torch.cat([first, first], -1), WEIGHT)
+        return F.linear(y[:, rows], HEAD)[0]
+
+    found, compiler = compiled(gated, X)
+    assert torch.allclose(found, gated(X, ROWS), atol=1e-4)
+    assert compiler.counts[0] > 3
+
+
+def test_choices_of_an_operator_that_is_not_known_are_picked_from() -> None:
+    up, down = torch.randn(6, 2 * HIDDEN, HIDDEN), torch.randn(6, HIDDEN, HIDDEN)
+    gate = torch.randn(6, HIDDEN)
+
+    def sparse(x: Tensor, rows: Tensor) -> Tensor:
+        flat = normed(x.cumsum(1)).view(-1, HIDDEN)
+        weights, chosen = F.linear(flat, gate).softmax(-1).topk(2)
+        y = experts.layer(flat, chosen, weights, (up, None), (down, None), Gate(SILU))
+        return F.linear((x + y.view(x.shape))[:, rows], HEAD)[0]
+
+    found, compiler = compiled(sparse, X)
+    assert torch.allclose(found, sparse(X, ROWS), atol=1e-4) and compiler.counts[0]
+    assert len(set(products(compiler.graphs[0])) - {str(X.shape[1])}) <= 2
+
+
+def test_a_graph_that_cannot_be_changed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(graph_rows, "_add_twins", fails)
+    found, compiler = compiled(plain, X)
+    assert torch.allclose(found, plain(X, ROWS), atol=1e-5) and compiler.counts == [0]
+
+
 STAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "states of all tokens are wanted": lambda x, rows: (
         (y := F.linear(x.cumsum(1), WEIGHT)),
@@ -135,11 +176,22 @@ def test_what_mixes_rows_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "cohere2", "glm4", "phi3", "deepseek_v3", "gemma4_text", "qwen2_moe"]
+    "name",
+    [
+        "llama",
+        "gemma2",
+        "cohere2",
+        "glm4",
+        "phi3",
+        "deepseek_v3",
+        "gemma4_text",
+        "qwen2_moe",
+        "qwen3_next, attention only",
+    ],
 )
 def test_families(name: str) -> None:
     """As they compute themselves: attention mixes rows, and what is behind the last of it is for few."""
-    model = make(name, FAMILIES[name].config(name)).eval()
+    model = tiny_model(name).eval()
     ids, rows = torch.arange(1, 13)[None], torch.tensor([11, 4])
 
     def run(ids: Tensor, rows: Tensor) -> Tensor:
