@@ -39,8 +39,9 @@ where no such step was measured."""
 MARGIN = 1.2
 """Times by which drafts must pay where the step before had none."""
 TRIES = 8
-"""Steps out of OLD in which a number of drafts is tried: some are never measured, as no drafter proposes so many, or as
-every step is waited for."""
+"""Steps out of OLD in which a number of drafts is tried, as some are never measured: where every step is waited for, or
+has prompts, which count an eighth each. So many times out of SHORT, too, fewer drafts may come than were chosen."""
+SHORT, PROMPT_TRY = 128, 0.125
 PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
@@ -215,8 +216,14 @@ class DraftPolicy:
     """Without."""
     common_share: float = FIRST_SHARE
     """Of all requests' draft tokens."""
-    _tries: dict[tuple[int, int], int] = field(default_factory=dict)
+    _tries: dict[tuple[int, int], float] = field(default_factory=dict)
     """Of late, by number of requests and drafts."""
+    _shortfalls: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How often of late there were fewer drafts."""
+    _unmeasured: tuple[int, int] | None = None
+    """For the step that comes, where such a step was not measured."""
+    _is_try: bool = False
+    """Whether it was chosen to be measured."""
     _num_choices: int = 0
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
@@ -284,13 +291,14 @@ class DraftPolicy:
             requests: that the step has.
             likely: tokens that drafts are likely to bring, by the number for each request.
         """
-        self._num_choices += 1
-        if self._num_choices % OLD == 0:
-            self._tries.clear()
-        likely = {drafts: likely[drafts] for drafts in likely if self._may_try(requests, drafts)} or likely
+        self._forget()
+        size = requests.bit_length()
+        # Not what does not come.
+        short = {drafts for drafts in likely if self._shortfalls.get((size, drafts), 0) >= TRIES}
+        likely = {drafts: likely[drafts] for drafts in likely if drafts not in short} or likely
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
         if (untried := self._worth_a_try(requests, likely, extra)) is not None:
-            self._note_try(requests, untried)
+            self._unmeasured, self._is_try = (size, untried), True
             self._since_drafts = 0 if untried else self._since_drafts + 1
             return untried
         # Tokens in the time that a step takes without.
@@ -302,19 +310,28 @@ class DraftPolicy:
         if likely[best] <= margin * extra[best] * requests and self._since_drafts < interval:
             return 0
         self._since_drafts = 0
-        self._note_try(requests, best)
+        if self.times.get(requests, best) is None:
+            self._unmeasured = size, best
         return best
 
-    def _may_try(self, requests: int, drafts: int) -> bool:
-        """Return whether a number of drafts was measured, or may still be."""
-        tries = self._tries.get((requests.bit_length(), drafts), 0)
-        return tries < TRIES or self.times.get(requests, drafts) is not None
+    def _forget(self) -> None:
+        """Forget the last choice, and from time to time what became of tries."""
+        self._unmeasured, self._is_try = None, False
+        self._num_choices += 1
+        if self._num_choices % OLD == 0:
+            self._tries.clear()
+        if self._num_choices % SHORT == 0:
+            self._shortfalls.clear()
 
-    def _note_try(self, requests: int, drafts: int) -> None:
-        """Note that a number of drafts is chosen, if it was not measured."""
-        if self.times.get(requests, drafts) is None:
-            kind = requests.bit_length(), drafts
-            self._tries[kind] = self._tries.get(kind, 0) + 1
+    def _note_try(self, drafts: int | None) -> None:
+        """Note how many drafts the step has that was chosen for; None: it has prompts."""
+        if self._unmeasured and self._is_try:
+            self._tries[self._unmeasured] = self._tries.get(self._unmeasured, 0.0) + (
+                PROMPT_TRY if drafts is None else 1
+            )
+        if self._unmeasured and drafts and drafts < self._unmeasured[1]:
+            self._shortfalls[self._unmeasured] = self._shortfalls.get(self._unmeasured, 0) + 1
+        self._unmeasured = None
 
     def _worth_a_try(
         self, requests: int, likely: Mapping[int, float], extra: Mapping[int, float]
@@ -328,7 +345,7 @@ class DraftPolicy:
             return None
         hopes = dict[int, float]()
         for drafts in tokens.keys() - measured:
-            if not self._may_try(requests, drafts):
+            if self._tries.get((requests.bit_length(), drafts), 0.0) >= TRIES:
                 continue
             # No step takes less time than one with fewer drafts.
             if fewer := [seconds[count] for count in measured if count < drafts]:
@@ -348,21 +365,34 @@ class DraftPolicy:
             now: seconds on any clock.
             waited: whether the step before it was read first.
         """
-        drafting, self._drafting = self._drafting, 0.0
-        if self._last:
-            before, had_drafts, then, of_drafts = self._last
-            # What was drafted since is the new step's.
-            seconds = now - then - drafting
-            # A step without that the next one waited for took longer, and not by its own fault. Behind one of another
-            # kind the time is that one's, as the next is launched when it ends.
-            if had_drafts or (self._is_steady and not waited):
-                self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
-                self.verify_times.note(before, had_drafts, seconds)
-            self._rate = self._rates.setdefault(before.bit_length(), Rate())
-            self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
+        self._note_try(drafts)
+        self._note_last(now, waited)
         self._is_steady = self._last is not None and not self._last[1] and not drafts
-        self._last = requests, drafts, now, drafting
+        self._last, self._drafting = (requests, drafts, now, self._drafting), 0.0
 
-    def interrupted(self) -> None:
-        """Note that the step launched last is not followed by another without prompts."""
+    def interrupted(self, now: float | None = None, *, waited: bool = True) -> None:
+        """Note that the step launched last is not followed by another without prompts.
+
+        Args:
+            now: when one with prompts was launched, if one was.
+            waited: see launched().
+        """
+        self._note_try(None)
+        if now is not None:
+            self._note_last(now, waited)
         self._last, self._drafting, self._is_steady = None, 0.0, False
+
+    def _note_last(self, now: float, waited: bool) -> None:
+        """Note what the step launched last took."""
+        if not self._last:
+            return
+        before, had_drafts, then, of_drafts = self._last
+        # What was drafted since is the new step's.
+        seconds = now - then - self._drafting
+        # A step without that the next one waited for took longer, and not by its own fault. Behind one of another kind
+        # the time is that one's, as the next is launched when it ends.
+        if had_drafts or (self._is_steady and not waited):
+            self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
+            self.verify_times.note(before, had_drafts, seconds)
+        self._rate = self._rates.setdefault(before.bit_length(), Rate())
+        self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))

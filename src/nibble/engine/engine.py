@@ -332,7 +332,7 @@ class Engine:
         if self.speculation is None:
             return
         if batch is None or not all(item.phase.decodes for item in batch.scheduled):
-            self.speculation.policy.interrupted()
+            self.speculation.policy.interrupted(perf_counter() if batch else None, waited=waited)
             return
         drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
         self.speculation.settle()

@@ -252,6 +252,34 @@ def test_where_steps_cannot_be_measured_drafts_go_on(kind: str) -> None:
     assert tokens / now > 1.65
 
 
+@pytest.mark.parametrize("prompts", [30, 60])
+def test_long_prompts_use_up_no_tries(prompts: int) -> None:
+    """Steps with prompts are not measured; in those between, three drafts pay, and seven do not."""
+    policy, now, tokens, alone = DraftPolicy(), 0.0, 0.0, 0.0
+    likely = {drafts: 32 * sum(0.7**place for place in range(1, drafts + 1)) for drafts in (1, 3, 7)}
+    for place in range(2000):
+        drafts, has_prompt = policy.choose(32, likely), place % (2 * prompts) < prompts
+        if has_prompt:
+            policy.interrupted(now, waited=bool(drafts))
+        else:
+            policy.launched(32, drafts, now, waited=bool(drafts))
+        now += {0: 8.0, 1: 9.3, 3: 10.5, 7: 30.0}[drafts] + 12.0 * has_prompt
+        alone += 8.0 + 12.0 * has_prompt
+        tokens += 1 + likely.get(drafts, 0.0) / 32
+    assert tokens / now > 1.9 * 2000 / alone
+
+
+def test_a_step_behind_two_of_its_kind_is_measured_by_one_with_prompts() -> None:
+    policy, now = DraftPolicy(), 0.0
+    for _ in range(4):
+        for seconds in (7.0, 1.0):  # the first one is launched while the prompts run
+            policy.launched(4, 0, now, waited=False)
+            now += seconds
+        policy.interrupted(now, waited=False)
+        now += 5.0
+    assert policy.times.get(4, 0) == 1.0
+
+
 def test_more_drafts_than_ever_come_are_not_chosen_for_ever() -> None:
     """Whoever drafts has three at most, whose steps take four times as long."""
     policy, now, tokens = DraftPolicy(), 0.0, 0.0
