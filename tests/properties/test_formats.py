@@ -238,10 +238,11 @@ def test_power_of_two_scales_follow_their_formulas(amax: float) -> None:
     assert 2.0 ** (stored - 127) * 6 >= amax * (1 - 1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
 @pytest.mark.parametrize("dim", [32, 80, 128])
-def test_a_rotation_has_the_same_bits_in_any_step(dim: int) -> None:
+def test_a_rotation_has_the_same_bits_in_any_step(dim: int, heads: int) -> None:
     """Keys of a step are a view of its heads: neither strides nor the number of tokens may move a 4-bit rounding."""
-    heads_HTD = torch.randn(2, 96, dim, generator=torch.Generator().manual_seed(dim))
+    heads_HTD = torch.randn(heads, 96, dim, generator=torch.Generator().manual_seed(dim))
     expected = transforms.rotate(heads_HTD.transpose(0, 1).contiguous())
     for start, stop in ((0, 96), (0, 1), (5, 7), (40, 63), (64, 81)):
         part = heads_HTD[:, start:stop]

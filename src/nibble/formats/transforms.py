@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+MIN_ROWS = 16
+"""Rows that are rotated at a time at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
@@ -69,9 +72,13 @@ def rotate(x_THD: Tensor, mean_HD: Tensor | None = None) -> Tensor:
     """Multiply x_THD in float32, block by block, by a Hadamard matrix; the operation is its own inverse."""
     dim = x_THD.shape[-1]
     block = dim & -dim  # the largest power of two that divides dim
-    # In one layout: products of other strides round otherwise, and keys of a step are a view of its heads.
-    blocks = x_THD.float().contiguous().unflatten(-1, (-1, block))
-    return (blocks @ hadamard(block, x_THD.device)).flatten(-2)
+    # In one layout: products of other strides round otherwise, and keys of a step are a view of its heads. On some CPUs
+    # products of a few rows do, too.
+    rows = padded = x_THD.float().contiguous().view(-1, block)
+    if len(rows) < MIN_ROWS:
+        padded = rows.new_zeros(MIN_ROWS, block)
+        padded[: len(rows)] = rows
+    return (padded @ hadamard(block, x_THD.device))[: len(rows)].view(x_THD.shape)
 
 
 def _subtract(x_THD: Tensor, mean_HD: Tensor | None) -> Tensor:
