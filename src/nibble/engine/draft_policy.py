@@ -221,9 +221,9 @@ class DraftPolicy:
     _shortfalls: dict[tuple[int, int], int] = field(default_factory=dict)
     """How often of late there were fewer drafts."""
     _unmeasured: tuple[int, int] | None = None
-    """For the step that comes, where such a step was not measured."""
+    """Number of requests and of drafts that was chosen for the next step, where such a step was not measured."""
     _is_try: bool = False
-    """Whether it was chosen to be measured."""
+    """Whether it was chosen in order to measure it."""
     _num_choices: int = 0
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
@@ -293,7 +293,7 @@ class DraftPolicy:
         """
         self._forget()
         size = requests.bit_length()
-        # Not what does not come.
+        # Where fewer come again and again, it is no use to choose more.
         short = {drafts for drafts in likely if self._shortfalls.get((size, drafts), 0) >= TRIES}
         likely = {drafts: likely[drafts] for drafts in likely if drafts not in short} or likely
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
