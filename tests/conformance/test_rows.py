@@ -48,7 +48,7 @@ DTYPE = "float32" if HARDWARE.is_cpu else "bfloat16"
 # Tokens already stored and new tokens of each request, by phase.
 BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
     Phase.PREFILL: (((0, 1), (0, 5), (0, 70)), ((0, 300),)),
-    Phase.EXTEND: (((64, 3), (1, 9), (130, 33)), ((500, 2),)),
+    Phase.EXTEND: (((64, 3), (1, 9), (130, 33)), ((500, 2),), ((37, 150), (300, 129), (20, 4))),
     Phase.DECODE: (((0, 1), (15, 1), (16, 1), (257, 1)), ((530, 1),)),
     Phase.VERIFY: (((40, 4), (7, 4), (300, 4)), ((33, 2), (12, 8))),
 }

@@ -1,10 +1,11 @@
-"""Call Nibble's own kernels: those in Triton, and the decode kernel in CUDA C++ (kernels/attention/decode.cu).
+"""Call Nibble's own kernels: those in Triton, and those in CUDA C++ (kernels/attention: decode.cu, prefill_sm90.cu).
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -74,42 +75,57 @@ class TritonInvariant(AttentionBackend):
 
 
 class Cuda(AttentionBackend):
-    """The adapter of the decode kernel in CUDA C++. Its workspace serves one step at a time.
+    """The adapter of the kernels in CUDA C++. The workspace for decoding serves one step at a time.
 
-    Drafts with more query rows than it has columns go to the kernel in Triton, which reads the same pages.
+    Drafts with more query rows than the decode kernel has columns go to the kernel in Triton, which reads the same
+    pages. Its state: how a batch of prompts is cut, None for other batches.
     """
 
     def __init__(self) -> None:
-        from nibble.kernels.attention import cuda  # which imports cuda-bindings
+        from nibble.kernels.attention import cuda, prefill_sm90  # which import cuda-bindings
 
-        self._kernels = cuda
+        self._kernels, self._prompts = cuda, prefill_sm90
         self._decode: Any = None
         self._wide = Triton()
 
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
+        """Return the window, by which prompts are cut."""
+        return None if batch.phase.decodes else (params.window,)
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        """Cut a batch of prompts."""
+        return None if batch.phase.decodes else self._prompts.plan_blocks(batch, params.window)
+
     def forward(
-        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
     ) -> Tensor:
-        """Call the kernel over pages in their own bytes."""
+        """Call the kernel of the phase."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if state is not None:
+            return self._prompts.prefill_attention(q_THD, k, v, batch, state, params)
         if self._is_wide(q_THD, k, batch):
             return self._wide.forward(q_THD, view, batch, params, None)
         return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params)
 
     def forward_partial(
-        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
     ) -> PartialAttention:
-        """Call the kernel that stores the log-sum-exp too -> float32 values."""
+        """Call the kernel that stores the log-sum-exp too -> float32 values, or of prompts the query's dtype."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if state is not None:
+            return self._prompts.partial_prefill_attention(q_THD, k, v, batch, state, params)
         if self._is_wide(q_THD, k, batch):
             return self._wide.forward_partial(q_THD, view, batch, params, None)
         return self._decoder(q_THD).partial(q_THD.contiguous(), k, v, batch, params)
 
     def forward_merged(
-        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None,
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
         other: PartialAttention,
     ) -> Tensor:  # fmt: skip
-        """Call the kernel that merges as it stores: no launch for merging."""
+        """Call the decode kernel that merges as it stores: no launch for merging."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
+        if state is not None:
+            return super().forward_merged(q_THD, view, batch, params, state, other)
         if self._is_wide(q_THD, k, batch):
             return self._wide.forward_merged(q_THD, view, batch, params, None, other)
         return self._decoder(q_THD).merged(q_THD.contiguous(), k, v, batch, params, other)

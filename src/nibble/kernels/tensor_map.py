@@ -1,0 +1,80 @@
+"""Tensor maps: how the tensor copy engine of SM90 and later finds boxes of a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from nibble.errors import BackendError
+
+_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+"""CUtensorMapDataType."""
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+"""Of CUtensorMapSwizzle and CUtensorMapL2promotion."""
+_ALIGNMENT, _SIZE = 64, 128
+_MOST_MAPS = 4096
+"""Maps that are kept: the allocator gives a step's tensors the same places again and again."""
+
+
+class TensorMap:
+    """A kernel's argument, to be passed by value (type None of nvrtc.Kernel.launch)."""
+
+    def __init__(
+        self,
+        address: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> None:
+        """See tensor_map()."""
+        rank, size = len(shape), dtype.itemsize
+        self._memory = ctypes.create_string_buffer(_SIZE + _ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        self._address = start + -start % _ALIGNMENT
+        uint32, uint64 = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+        status = _encode()(
+            self._address, _TYPES[dtype], rank, address, uint64(*reversed(shape)),
+            uint64(*(step * size for step in reversed(strides[:-1]))), uint32(*reversed(box)), uint32(*[1] * rank), 0,
+            _SWIZZLE_128B, _PROMOTE_256B, 0,
+        )  # fmt: skip
+        if status:
+            name = driver.CUresult(status).name
+            raise BackendError(
+                f"CUDA: a tensor of {shape} with strides {strides} has no tensor map of boxes {box}: {name}"
+            )
+
+    def getPtr(self) -> int:
+        """Return the address of its 128 bytes; cuda-bindings asks arguments for it by this name."""
+        return self._address
+
+
+def tensor_map(x: Tensor, box: tuple[int, ...]) -> TensorMap:
+    """Return how boxes of a tensor are copied, with 16-byte pieces swizzled within 128 bytes.
+
+    Args:
+        x: A tensor of 16-bit floats on a GPU, whose last dimension is dense; other strides and its address are
+            multiples of 16 bytes.
+        box: The size of a box in each dimension; the innermost is 128 bytes. What lies outside of the tensor is copied
+            as zeros.
+
+    Raises:
+        BackendError: The driver refuses it.
+    """
+    return _map(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
+
+
+_map = lru_cache(maxsize=_MOST_MAPS)(TensorMap)
+
+
+@cache
+def _encode() -> ctypes._NamedFuncPointer:
+    # Through ctypes: cuda-bindings does not promise the 64 bytes to which a map must be aligned.
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = [pointer, word, word, *[pointer] * 5, *[word] * 4]
+    return function
