@@ -92,6 +92,7 @@ SHAPES = (
     Shape(dim=256, group=2, page=128, softcap=5.0, window=100),
     Shape(group=4, sinks=True, window=20),
     Shape(dim=128, heads=1, group=4, page=32, window=37),
+    Shape(dim=128, heads=1, group=2, page=16, softcap=5.0),
     Shape(kind="mla", heads=1, dim=128 + 64, group=of_query(16, 4), page=64, rope=64),
     Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
     Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64),

@@ -116,7 +116,7 @@ ACCEPTED = [
     # H1: mixed pairs share one storage. What is staged is repacked on its way, so only page sizes must agree.
     Case("H1-pair-one-page", QWEN3_8B, "h200", pair(NV, "fa3", "cuda"), f"fa3 {S}, fa3 {S}, cuda, cuda", 64, "hnd"),
     Case("H1-pair-one-packing", DEEPSEEK_V32, "h200", pair("bf16", "flashmla", "triton"), "flashmla, flashmla, triton, triton"),
-    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, cuda", 64, "hnd"),
+    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "cuda, cuda, cuda, cuda", 64, "hnd"),
 ]  # fmt: skip
 
 REFUSED = [
@@ -160,7 +160,7 @@ REFUSED = [
     Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=128), reasons=("page 128 is not in {16, 32, 64}",), remedy="--page-size 64"),
     Case("H5-head-72", HEAD_72, "h200", both(NV, "triton"), reasons=("stream k", "16 values", "heads of 72", "formats that fit", "fp8_e4m3")),
     Case("H5-head-80-block-32", HEAD_80, "h200", both("mxfp4", "triton"), reasons=("stream k", "32 values", "formats that fit", "nvfp4"), remedy="--kv-format"),
-    Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend triton"),
+    Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend cuda"),
     Case("H5-softcap", GEMMA2, "b200", both(NV, "trtllm_mha"), reasons=("no softcap",), remedy="--attention-backend triton"),
     Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend cuda"),
     Case("dsa-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "torch_ref", "flashmla"), reasons=("format nvfp4_ds_mla is not in {bf16}", "flashmla"), remedy="--decode-backend triton"),

@@ -30,10 +30,11 @@ def routes(made: Plan, group: int = 0) -> list[str]:
 
 def test_prompts_are_staged_where_that_was_measured_to_pay() -> None:
     assert routes(plan(GEMMA2, kv_format="nvfp4")) == [STAGED, STAGED, "cuda", "cuda"]
-    assert routes(plan(GPT_OSS, kv_format="nvfp4"), 1)[:2] == [STAGED, STAGED]
-    assert routes(plan(QWEN3_8B, kv_format="nvfp4"))[:2] == ["sdpa", "sdpa"]
+    assert routes(plan(GPT_OSS, kv_format="nvfp4"), 1)[:2] == ["cuda", "cuda"]
+    assert routes(plan(GPT_OSS, "cuda", kv_format="nvfp4"), 1)[:2] == [STAGED, STAGED]
+    assert routes(plan(QWEN3_8B, kv_format="nvfp4"))[:2] == ["cuda", "cuda"]
+    assert routes(plan(QWEN3_8B, "cuda", kv_format="nvfp4"))[:2] == ["sdpa", "sdpa"]
     assert routes(plan(GEMMA2, "fa3", kv_format="nvfp4"))[:2] == [OWN, "flashinfer (staged to bf16)"]
-    assert routes(plan(GPT_OSS, "fa3", kv_format="nvfp4"), 1)[:2] == [OWN, OWN]
     assert routes(plan(GPT_OSS, kv_format="nvfp4", attention_backend="triton"), 1) == ["triton"] * 4, (
         "as asked"
     )
@@ -42,7 +43,7 @@ def test_prompts_are_staged_where_that_was_measured_to_pay() -> None:
 @pytest.mark.parametrize(("stored", "first"), [("nvfp4", OWN), ("mxfp4", OWN), ("fp8_e4m3", "triton")])
 def test_a_row_may_be_of_pages_that_are_staged_from_some_formats(stored: str, first: str) -> None:
     """Short windows with sinks: to decode 4 bits again for each tile of queries takes longer than to stage them."""
-    assert routes(plan(GPT_OSS, kv_format=stored), 0)[:2] == [first, "triton"]
+    assert routes(plan(GPT_OSS, "cuda", kv_format=stored), 0)[:2] == [first, "triton"]
 
 
 def test_a_plan_says_that_it_stages_for_speed() -> None:
@@ -63,7 +64,7 @@ def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v2-lite", "gemma-2-9b"])
-def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
+def test_workspaces_for_speed_leave_pages_their_room(name: str) -> None:
     """However much of the GPU weights take: what fits without a workspace fits, with nearly as many tokens."""
     staged, config = set(), Config(model="m", kv_format="nvfp4")
     for weights in range(100, 132):
@@ -75,7 +76,7 @@ def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
         except CapacityError:
             continue
         assert memory_plan(config, model, lookup_gpu("h200"), faster).tokens > 0.85 * tokens, weights
-        staged.add(any(route.stage_to for group in faster.groups for route in group.routes))
+        staged.add(any(r.stage_to or r.row.workspace for group in faster.groups for r in group.routes))
     assert staged == {True, False}
 
 
@@ -97,9 +98,19 @@ def test_nobody_holds_memory_for_drafts_that_nobody_makes() -> None:
 
 @pytest.mark.parametrize(("heads", "prompts"), [(8, "sdpa"), (4, "fa3"), (1, "fa3")])
 def test_few_heads_of_kv_change_who_takes_prompts(heads: int, prompts: str) -> None:
-    """Staged ones too, and not who verifies, whose kernels share contexts out however few heads there are."""
+    """Where Nibble's own kernel is not there. Staged ones too."""
     group = mha()
     few = replace(group, streams=tuple(replace(s, heads=heads) for s in group.streams), q_heads=8 * heads)
-    assert routes(plan(model_spec(few), kv_format="nvfp4"))[2:] == ["cuda", "cuda"]
-    assert routes(plan(model_spec(few), kv_format="bf16"))[0] == prompts
-    assert routes(plan(model_spec(few), kv_format="nvfp4"))[0] == (STAGED if prompts == "fa3" else prompts)
+    assert routes(plan(model_spec(few), "cuda", kv_format="bf16"))[0] == prompts
+    assert routes(plan(model_spec(few), "cuda", kv_format="nvfp4"))[0] == (
+        STAGED if prompts == "fa3" else prompts
+    )
+
+
+@pytest.mark.parametrize("heads", [8, 4, 1])
+def test_few_heads_of_kv_change_nothing_in_our_own_kernels(heads: int) -> None:
+    """They share contexts and rows of queries out, however few heads there are."""
+    group = mha()
+    few = replace(group, streams=tuple(replace(s, heads=heads) for s in group.streams), q_heads=8 * heads)
+    assert routes(plan(model_spec(few), kv_format="nvfp4")) == ["cuda"] * 4
+    assert routes(plan(model_spec(few), kv_format="bf16"))[:2] == ["cuda", "cuda"]

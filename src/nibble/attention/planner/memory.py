@@ -20,14 +20,14 @@ from functools import cached_property
 from nibble import formats
 from nibble.attention.planner import state_memory, verify_memory, window_memory
 from nibble.attention.planner.plan import PageSplit, Plan, Tier, cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.support import MAX_STAGED_TOKENS
+from nibble.attention.planner.support import MAX_STAGED_TOKENS, Support
 from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
 from nibble.drafts import verify_tokens
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
-from nibble.model_spec import INDEX, ModelSpec
+from nibble.model_spec import INDEX, LayerGroup, ModelSpec
 from nibble.spec import CacheSpec
 
 RESERVE = 0.05
@@ -222,6 +222,14 @@ class StepMemory:
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
 
+    def workspace_bytes(self, row: Support, group: LayerGroup, width: int) -> int:
+        """Return what a kernel takes that dequantises prompts piece by piece; 0 where `row` has none.
+
+        Tokens of `width` bytes in the compute dtype, and float32 results of two parts of a step.
+        """
+        results = 2 * 4 * self.step_tokens * group.q_heads * group.head_dim
+        return row.workspace * width + results if row.workspace else 0
+
 
 @dataclass(frozen=True)
 class MemoryPlanner:
@@ -308,18 +316,11 @@ class MemoryPlanner:
 
     @property
     def kernel_bytes(self) -> int:
-        """The workspace of kernels that dequantise prompts piece by piece, of the group that needs most.
-
-        Pages in the compute dtype, and float32 results of two parts of a step; 0 where there is no such kernel.
-        """
+        """The workspace of kernels that dequantise prompts piece by piece, of the group that needs most."""
         plan = self.cache_plan
         # Layers run one after the other, so the largest workspace serves them all.
-        widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
-        sizes = [0]
-        for group in plan.groups:
-            results = 2 * 4 * self.step.step_tokens * group.group.q_heads * group.group.head_dim
-            sizes += [r.row.workspace * widest + results for r in group.routes if r.row.workspace]
-        return max(sizes)
+        width = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
+        return max(self.step.workspace_bytes(r.row, g.group, width) for g in plan.groups for r in g.routes)
 
     @property
     def fixed_split_bytes(self) -> int:

@@ -33,6 +33,8 @@ UNRANKED = {Origin.OWN: -1, Origin.VENDOR: 100, Origin.PORTABLE: 101, Origin.REF
 """Own kernels come before all that are ranked: somebody added them for what they serve. The others come behind."""
 GATHERED = {Origin.REFERENCE: 1000, Origin.OWN: 1001, Origin.VENDOR: 1002, Origin.PORTABLE: 1003}
 """Rows that gather pages in plain torch are not ranked. The reference comes first: its answers ignore the batch."""
+CROWDED = 103
+"""Rows with a workspace that would leave pages too little come behind those without one."""
 STAGING = 2000
 """What is added where pages are dequantised first and no ranking says that it pays. Measured on one H200, decoding 64
 requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention."""
@@ -182,7 +184,9 @@ def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Rout
     for info in request.considered(phase).values():
         for row in info.support:
             if row.serves(need):
-                routes += _direct(ranking, info, row, need, request.hardware)
+                direct = _direct(ranking, info, row, need, request.hardware)
+                crowded = not _leaves_room(request, part, row)
+                routes += (replace(route, place=CROWDED) for route in direct) if crowded else direct
             if staged and row.serves(staged):
                 usable = ranking if pays else None
                 routes.append(_over_plain_pages(usable, staged_ranking, info, row, staged, request.hardware))
@@ -296,6 +300,17 @@ def _has_workspace(request: PlanRequest, part: SchemeGroup, phase: Phase) -> boo
         return False
     memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
     return memory.dequantized_bytes(part.stored_layer(0).without_index) <= SHARE * memory.free_for_pages
+
+
+def _leaves_room(request: PlanRequest, part: SchemeGroup, row: Support) -> bool:
+    """Whether a row's own workspace leaves pages theirs, so that it may be preferred to rows that need none."""
+    if not row.workspace or row.gathers:
+        return True
+    memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
+    width = part.stored_layer(0).without_index.bytes_in(formats.plain(request.dtype).name)
+    free = memory.free_for_pages
+    # Where weights do not fit, that is what the user is told, whoever would have served.
+    return free <= 0 or memory.workspace_bytes(row, part.group, width) <= SHARE * free
 
 
 def route_cost(plan: Plan) -> float:
