@@ -1,6 +1,6 @@
 """Extend: attention of new tokens over a cached prefix, nvfp4 against bf16, of Nibble's backends and of FlashInfer.
 
-    python benchmarks/extend.py [--shapes 8K+32K] [--formats nvfp4,bf16] [--backends triton,sdpa] [--no-peers] [--tiny]
+    python benchmarks/extend.py [--shapes 8K+32K] [--formats nvfp4,bf16] [--backends cuda,triton,sdpa] [--no-peers] [--tiny]
                                 [--out FOLDER] [--report]
 
 A shape is new tokens + cached tokens of one request; 2K+0 is a prompt without a prefix. Nibble's side is what an engine
@@ -181,7 +181,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes", default=",".join(SHAPES), help="new tokens + cached tokens, as 8K+32K,2K+0"
     )
-    gpu.add_backends_option(parser, "triton,sdpa")
+    gpu.add_backends_option(parser, "cuda,triton,sdpa")
     gpu.add_common_options(parser, FORMATS)
     return parser
 
