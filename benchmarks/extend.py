@@ -1,7 +1,7 @@
 """Extend: attention of new tokens over a cached prefix, nvfp4 against bf16, of Nibble's backends and of FlashInfer.
 
-    python benchmarks/extend.py [--shapes 8K+32K] [--formats nvfp4,bf16] [--backends cuda,triton,sdpa] [--no-peers] [--tiny]
-                                [--out FOLDER] [--report]
+    python benchmarks/extend.py [--shapes 8K+32K] [--formats nvfp4,bf16] [--backends cuda,triton,sdpa] [--no-peers]
+                                [--tiny] [--out FOLDER] [--report]
 
 A shape is new tokens + cached tokens of one request; 2K+0 is a prompt without a prefix. Nibble's side is what an engine
 calls: a backend over the pool, page 64, or over pages that were dequantised first (`staged`, its time included).
