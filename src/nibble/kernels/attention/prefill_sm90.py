@@ -305,9 +305,14 @@ def _shared(dim: int) -> int:
     return 2 * ROWS * dim + 4 * KEYS * dim * _stages(dim) + ALIGNMENT
 
 
-@cache
-def _kernel(device: torch.device, dim: int, dtype: torch.dtype, capped: bool, windowed: bool) -> Kernel:
-    macros: dict[str, str | int] = {
+def macros_of(dim: int, dtype: torch.dtype, *, capped: bool, windowed: bool) -> dict[str, str | int]:
+    """Return the macros of a variant of the kernel."""
+    return {
         "STAGES": _stages(dim), "DIM": dim, "HALF": _HALVES[dtype], "CAPPED": int(capped), "WINDOWED": int(windowed)
     }  # fmt: skip
-    return Kernel(code_of(SOURCE, f"{SM90}a", macros), "prefill_attention", _shared(dim))
+
+
+@cache
+def _kernel(device: torch.device, dim: int, dtype: torch.dtype, capped: bool, windowed: bool) -> Kernel:
+    code = code_of(SOURCE, f"{SM90}a", macros_of(dim, dtype, capped=capped, windowed=windowed))
+    return Kernel(code, "prefill_attention", _shared(dim))
