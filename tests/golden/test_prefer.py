@@ -63,6 +63,16 @@ def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) 
     assert memory_plan(Config(model="m", **options), model, lookup_gpu("h200"), made).staging == 0
 
 
+@pytest.mark.parametrize(
+    ("kv_memory", "prompts"), [(None, "cuda"), ("80GiB", "cuda"), ("120GiB", "triton"), ("128GiB", "triton")]
+)
+def test_a_kernel_with_a_workspace_comes_last_where_that_would_take_the_rest(
+    kv_memory: str | None, prompts: str
+) -> None:
+    options = {"kv_format": "nvfp4", "kv_window": 0, "kv_memory": kv_memory}
+    assert routes(plan(QWEN3_8B, **options))[:2] == [prompts, prompts]
+
+
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v2-lite", "gemma-2-9b"])
 def test_workspaces_for_speed_leave_pages_their_room(name: str) -> None:
     """However much of the GPU weights take: what fits without a workspace fits, with nearly as many tokens."""

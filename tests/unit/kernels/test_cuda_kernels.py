@@ -24,6 +24,7 @@ from nibble.kernels.experts.gate import CLAMPED, SILU
 from nibble.kernels.experts.matrices import PackedExperts
 from nibble.kernels.router import cuda as router
 from nibble.kernels.weight_formats import EXPERT_FORMATS, WeightFormat, parts_of
+from nibble.model_spec import Phase
 from pairs import rotated
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
 specifications)."""
-ROWS = backends.get("cuda").support
+ROWS = [row for row in backends.get("cuda").support if Phase.DECODE in row.phase]
 ARCHS = sorted({arch for row in ROWS for arch in row.arch or ()})
 
 

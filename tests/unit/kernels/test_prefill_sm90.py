@@ -85,7 +85,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "PREFILL_WORKSPACE", 4 * KEYS)
 
 
-def check(requests: list[Request], **asked: object) -> list[own.Block]:
+def check(requests: list[Request], processors: int = 1, **asked: object) -> list[own.Block]:
     """Compare the cut prompts with attention by the book, and return the blocks."""
     rng = torch.Generator().manual_seed(len(requests))
     params = AttentionParams(DIM**-0.5, **asked)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def check(requests: list[Request], **asked: object) -> list[own.Block]:
     k, v = (Paged(fmt, DIM, fmt.encode(values[name], one), one) for name in "kv")
     q = torch.randn(sum(news), HEADS * GROUP, DIM, generator=rng)
     batch = AttentionBatch.from_lens(Phase.EXTEND, 0, news, lens, table)
-    blocks = own.plan_blocks(batch, params.window)
+    blocks = own.plan_blocks(batch, params.window, HEADS * GROUP, processors)
     part = own.partial_prefill_attention(q, k, v, batch, blocks, params)
     expected = naive.partial_attention(q, k, v, batch, params)
     torch.testing.assert_close(part.values_THD, expected.values_THD, atol=2e-5, rtol=1e-4)
@@ -113,7 +113,7 @@ def check(requests: list[Request], **asked: object) -> list[own.Block]:
     return list(blocks)
 
 
-LENGTHS = st.tuples(st.integers(-200, 900), st.integers(1, 300)).filter(lambda r: sum(r) > 0)
+LENGTHS = st.tuples(st.integers(-200, 900), st.integers(1, 300)).filter(lambda r: sum(r) >= 0)
 
 
 @settings(max_examples=15)
@@ -157,6 +157,14 @@ def test_prompts_share_a_launch_and_short_ones_go_elsewhere() -> None:
     blocks = check([(0, 200), (50, 128), (300, 3), (10, 127), (0, 500)])
     assert [isinstance(block.plan, tuple) for block in blocks] == [True, False, True]
     assert [block.rows for block in blocks] == [slice(0, 328), slice(328, 458), slice(458, 958)]
+
+
+def test_few_rows_over_long_contexts_go_where_keys_are_split() -> None:
+    long = KEYS * own.LONG_TILES
+    few, enough = ([(long, 130)], 100), ([(long, 130)], 16)
+    assert [isinstance(check(*one)[0].plan, tuple) for one in (few, enough)] == [False, True]
+    assert isinstance(check([(300, 130)], 100)[0].plan, tuple), "a short context"
+    assert isinstance(check([(long, 130), *[(0, 200)] * 6], 100)[0].plan, tuple), "others keep the GPU busy"
 
 
 def test_a_window_leaves_out_keys_that_no_row_sees() -> None:

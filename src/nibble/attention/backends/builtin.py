@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from nibble.attention.planner.support import (
@@ -137,10 +138,12 @@ TRITON_INVARIANT = BackendInfo(
     ),
 )
 
-CUDA_FORMATS = {"bf16", "fp16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3:nvfp4"}
+CUDA_FORMATS = {"bf16", "fp16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "fp8_e5m2"}
+CUDA_PAIRS = {f"{k}:{v}" for k, v in permutations(sorted(CUDA_FORMATS), 2)}
+"""Formats of keys and values, each dequantised by itself."""
 DECODE_FACTS: dict[str, Any] = {
     "kind": {"mha"},
-    "format": CUDA_FORMATS,
+    "format": CUDA_FORMATS | {"fp8_e4m3:nvfp4"},
     "packing": {"hnd"},
     "arch": GPUS,
     "page": PAGES,
@@ -175,7 +178,7 @@ CUDA = BackendInfo(
         Support(
             phase=PROMPT,
             kind={"mha"},
-            format=CUDA_FORMATS,
+            format=CUDA_FORMATS | CUDA_PAIRS,
             packing={"nhd", "hnd"},
             arch=HOPPER,
             page=PAGES,

@@ -310,7 +310,8 @@ def _leaves_room(request: PlanRequest, part: SchemeGroup, row: Support) -> bool:
     width = part.stored_layer(0).without_index.bytes_in(formats.plain(request.dtype).name)
     free = memory.free_for_pages
     # Where weights do not fit, that is what the user is told, whoever would have served.
-    return free <= 0 or memory.workspace_bytes(row, part.group, width) <= SHARE * free
+    does_not_fit = free + (request.spec.kv_memory or 0) <= 0
+    return does_not_fit or memory.workspace_bytes(row, part.group, width) <= SHARE * free
 
 
 def route_cost(plan: Plan) -> float:

@@ -6,10 +6,11 @@ Prefill, of many new tokens, calls the fused kernels that torch brings for CUDA.
 of a fixed number of tokens, whatever the context: attention over more keys is made of parts, merged by their
 log-sum-exp. No mask is made.
 
-cuDNN's kernel is the fastest on Hopper, but it makes a plan for every new shape (40 ms). So it is given few shapes: new
-tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES (and of as many tokens less as an exact window leaves out).
-What is left of the keys goes to torch's flash kernel. What is left of the tokens, and short prompts, goes to the kernel
-that reads pages as they are (triton.py), which splits keys where there are few queries.
+cuDNN's kernel is the fastest of these on Hopper and big Blackwell, but it makes a plan for every new shape (40 ms). So
+it is given few shapes: new tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES (and of as many tokens less as
+an exact window leaves out). What is left of the keys goes to torch's flash kernel. What is left of the tokens, and
+short prompts, goes to the kernel that reads pages as they are (triton.py), which splits keys where there are few
+queries.
 
 Shape suffixes: T query tokens, B requests, N pages, L keys, H query heads, D values of a head.
 """

@@ -231,7 +231,7 @@ DEVICE void store(
       if (live) *(uint4*)(to + 32 * j + lane % 4 * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if (lse && live && lane % 4 == 0)
-      lse[size_t(head) * lse_stride + item.row + at] = total > 0 ? (peak + lg2(total)) / LOG2E : minus_infinity();
+      lse[size_t(head) * lse_stride + item.row + at] = total == 0 ? minus_infinity() : (peak + lg2(total)) / LOG2E;
   }
 }
 

@@ -1,8 +1,9 @@
 """Attention of many new tokens on SM90: how requests are cut, and the launcher of prefill_sm90.cu.
 
-All requests that fit into the workspace are attended to in one launch, whatever their lengths. A request with more keys
+Neighbours that fit into the workspace are attended to in one launch, whatever their lengths. A request with more keys
 than the workspace holds goes through it in passes, whose results are merged by their log-sum-exp. Requests with few new
-tokens go to the kernel that splits keys (triton.py).
+tokens go to the kernel that splits keys (triton.py), and so do all where their rows are too few for the GPU and see
+long contexts.
 
 Shape suffixes: T query tokens, B requests, N pages, H query heads, G KV heads, D values of a head, L tokens of the
 workspace, I its tiles, J items.
@@ -40,6 +41,8 @@ COLUMN = 64
 """Values of 16 bits in a row of a box."""
 MIN_ROWS = 128
 """New tokens of a request from which it goes to this kernel."""
+LONG_TILES = 32
+"""Tiles of keys from which blocks that are too few for the GPU take longer than splits of keys."""
 _TYPES = (None, None, None, *[POINTER] * 4, FLOAT, FLOAT, *[INT] * 5)
 _HALVES = {torch.bfloat16: '"bf16"', torch.float16: '"f16"'}
 
@@ -82,18 +85,23 @@ class _Part:
         return cdiv(self.stop - self.start, KEYS)
 
 
-def plan_blocks(batch: AttentionBatch, window: int | None) -> tuple[Block, ...]:
+def plan_blocks(batch: AttentionBatch, window: int | None, heads: int, processors: int) -> tuple[Block, ...]:
     """Cut a batch into blocks.
 
     Args:
         batch: The requests. Where one has more new tokens than are stored, the first of them see none.
         window: Tokens that a query sees, if not all.
+        heads: Of queries.
+        processors: Of the GPU.
 
     Returns:
         Blocks in the order of rows.
     """
     blocks: list[Block] = []
-    for parts, short in _groups(list(_parts(batch, window))):
+    requests = list(_parts(batch, window))
+    busy = heads * sum(cdiv(part.count, ROWS) for part in requests if part.count >= MIN_ROWS)
+    is_sparse = 2 * busy < processors and max(part.tiles for part in requests) >= LONG_TILES
+    for parts, short in _groups(requests, max(batch.query_lens) + 1 if is_sparse else MIN_ROWS):
         rows = slice(parts[0].row, parts[-1].row + parts[-1].count)
         plan = _short(parts, batch) if short else tuple(_passes(parts, batch, window))
         blocks.append(Block(rows, plan))
@@ -108,12 +116,12 @@ def _parts(batch: AttentionBatch, window: int | None) -> Iterator[_Part]:
         row += count
 
 
-def _groups(parts: Sequence[_Part]) -> Iterator[tuple[list[_Part], bool]]:
-    """Yield neighbours that share a launch, and whether their rows are few."""
+def _groups(parts: Sequence[_Part], least: int) -> Iterator[tuple[list[_Part], bool]]:
+    """Yield neighbours that share a launch, and whether their rows are fewer than `least`."""
     group: list[_Part] = []
     free, short = PREFILL_WORKSPACE // KEYS, False
     for part in parts:
-        is_short = part.count < MIN_ROWS
+        is_short = part.count < least
         if group and (is_short != short or (not short and part.tiles > free)):
             yield group, short
             group = []
@@ -165,13 +173,6 @@ def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def serves(k: Paged, v: Paged) -> bool:
-    """Return whether the kernel takes these pages on a GPU of SM90."""
-    from nibble.kernels.codecs.tiles import serves as has_decoder
-
-    return k.dim == v.dim and k.dim in DIMS and has_decoder(k) and has_decoder(v)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pages:
     """Where keys and values are, and what the layer asks for."""
@@ -198,6 +199,10 @@ def prefill_attention(
     Returns:
         [T, H, D] in the query's dtype.
     """
+    if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
+        from nibble.kernels.attention.triton import paged_attention
+
+        return paged_attention(q_THD, k, v, few, params, max(few.seq_lens))
     q_THD, out_THD = _copyable(q_THD), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     pages = _Pages(k, v, batch.page_table_BN, params)
     for block in blocks:
@@ -209,6 +214,10 @@ def partial_prefill_attention(
     q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, blocks: Sequence[Block], params: AttentionParams
 ) -> PartialAttention:
     """Return what prefill_attention returns, with its log-sum-exp; arguments are the same."""
+    if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
+        from nibble.kernels.attention.triton import partial_attention
+
+        return partial_attention(q_THD, k, v, few, params, max(few.seq_lens))
     q_THD, (out_THD, lse_HT) = _copyable(q_THD), _empty(q_THD)
     pages = _Pages(k, v, batch.page_table_BN, params)
     for block in blocks:

@@ -78,6 +78,7 @@ def stage(
             tile begins at a multiple of KEYS.
         dtype: Of the result.
     """
+    assert k.dim == v.dim, "keys and values are of one size here"
     shape, device = (len(spans_I4) * KEYS, k.heads, k.dim), page_table_BN.device
     out_k, out_v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     # What words are decoded into holds every value exactly.

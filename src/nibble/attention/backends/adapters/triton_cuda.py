@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.kernels import UNBOUNDED
+from nibble.kernels import UNBOUNDED, gpu_of
 from nibble.kernels.attention.fixed import fixed_attention
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.attention.triton import paged_attention, partial_attention
@@ -89,12 +89,15 @@ class Cuda(AttentionBackend):
         self._wide = Triton()
 
     def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
-        """Return the window, by which prompts are cut."""
-        return None if batch.phase.decodes else (params.window,)
+        """Return the window and the number of heads, by which prompts are cut."""
+        return None if batch.phase.decodes else (params.window, q_THD.shape[1])
 
     def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
         """Cut a batch of prompts."""
-        return None if batch.phase.decodes else self._prompts.plan_blocks(batch, params.window)
+        if batch.phase.decodes:
+            return None
+        processors = gpu_of(q_THD.device).processors
+        return self._prompts.plan_blocks(batch, params.window, q_THD.shape[1], processors)
 
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
