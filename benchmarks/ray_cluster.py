@@ -9,6 +9,8 @@
 - replica, engine, node: two engines, 64 streams, kill -9 of a replica (Ray's process), of the engine's own process, or
   of every process of a node. Every stream must end with [DONE] or with an error that its client sees; requests that
   come meanwhile must be answered; a second engine must come back.
+- hosts: one engine whose two ranks are on two nodes; it answers as in one process does, and all processes of one of its
+  nodes are killed. Its streams must end with an error, and it must come back.
 - front: of two fronts one is killed: its streams break, which their clients see, and its requests end in the engines.
 - clients: the openai package, and lm-eval, whose log-likelihoods must be those of the engine in this process.
 - routers: the same conversations through each request router, for reuse of the prefix cache and for balance.
@@ -327,6 +329,68 @@ def node(lab: Lab) -> Iterator[Row]:
     yield "  nodes", str(sum(one["Alive"] for one in ray.nodes()))
 
 
+def hosts(lab: Lab) -> Iterator[Row]:
+    lab.deploy(tp=2, placement={**MODEL["placement"], "hosts": 2})
+    (replica,) = lab.replicas()
+    owners = {pid: [one for one in below(pid) if is_rank(one)] for pid in lab.raylets()}
+    (own,) = [pid for pid in owners if replica in below(pid)]
+    (other,) = [pid for pid, ranks in owners.items() if any(replica not in above(one) for one in ranks)]
+    must(own != other, "both ranks are on one node")
+    question = {"prompt": [[5, 6, 7], list(range(5, 90))], "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{lab.url}/v1/completions", json=question, timeout=60).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    must(texts == alone(question), "answers differ from those of the engine in process")
+    yield "one engine on two nodes, tp 2", "answers are those of one process"
+
+    # The first node cannot be killed, for it has the cluster's books.
+    victim = next(pid for pid in (other, own) if lab.raylets()[pid] in lab.nodes)
+    at: list[float] = []
+
+    def midway() -> None:
+        at.append(time.monotonic())
+        node = lab.raylets()[victim]
+        for pid in below(victim):
+            os.kill(pid, signal.SIGKILL)
+        lab.cluster.remove_node(node, allow_graceful=False)
+
+    streams, _ = asyncio.run(flood(lab.url, 16, TOKENS, midway))
+    ends = Counter(one.end for one in streams)
+    yield f"a node of it killed ({'its own' if victim == own else 'the other'}): 16 streams", str(dict(ends))
+    yield "  their errors", "; ".join({one.error for one in streams if one.error}) or "none"
+    must(ends["silent"] == 0 and ends["error"] + ends["cut"] > 0, "streams end silently, or go on")
+    wait(lambda: lab.engines() == 1 and replica not in lab.replicas() and len(lab.replicas()) == 1, 120)
+    yield "  it runs again, on two other nodes, after", f"{time.monotonic() - at[0]:.1f} s"
+    again, _ = asyncio.run(flood(lab.url, 8, 16, lambda: None))
+    must(all(one.end == "done" for one in again), "streams fail after it is back")
+    lab.nodes.append(lab.cluster.add_node(**lab.node_args))
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process is a rank that a RankHost, or an engine, has started."""
+    return "nibble.engine.rank " in processes().get(pid, (0, ""))[1]
+
+
+def above(pid: int) -> list[int]:
+    """The processes that a process comes from."""
+    table, line = processes(), []
+    while pid in table and pid > 1:
+        pid = table[pid][0]
+        line.append(pid)
+    return line
+
+
+def alone(question: dict[str, Any]) -> list[str]:
+    """What the engine in this process answers, its ranks processes of this host."""
+    from nibble import LLM
+
+    names = ("device", "kv_format", "kv_memory", "kv_window", "threads", "max_context")
+    with LLM("demo", tp=2, **{name: MODEL[name] for name in names}) as llm:
+        outputs = llm.generate(
+            question["prompt"], max_tokens=question["max_tokens"], temperature=question["temperature"]
+        )
+        return [output.completions[0].text for output in outputs]
+
+
 def front(lab: Lab) -> Iterator[Row]:
     lab.deploy(replicas=2, fronts=2)
     wait(lambda: lab.engines() == 2 and len(lab.replicas("Front")) == 2, 60)
@@ -532,7 +596,8 @@ def must(holds: bool, otherwise: str) -> None:
 
 
 PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
-    "scaling": scaling, "replica": replica, "engine": engine, "node": node, "front": front, "clients": clients,
+    "scaling": scaling, "replica": replica, "engine": engine, "node": node, "hosts": hosts, "front": front,
+    "clients": clients,
     "routers": routers,
 }  # fmt: skip
 

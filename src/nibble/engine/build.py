@@ -39,6 +39,7 @@ from nibble.engine.memory_check import explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.engine.rank_hosts import RankHosts
 from nibble.engine.ranks import Rank, Ranks, Start
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
@@ -206,16 +207,19 @@ def build(
     build_parts = partial(_build, parts, startup, meter, poison=poison, test=test)
     if config.tp == 1:
         return build_parts(None), parts.plan
-    if not parts.plan.hardware.is_cpu and config.tp > torch.cuda.device_count():
+    hosts = RankHosts.of_environment()
+    here = config.tp // len(hosts.addresses) if hosts else config.tp
+    if not parts.plan.hardware.is_cpu and here > torch.cuda.device_count():
         raise ConfigError(
-            f"--tp {config.tp} needs as many GPUs, and this machine has {torch.cuda.device_count()}"
+            f"--tp {config.tp} needs {here} GPUs here, and this machine has {torch.cuda.device_count()}"
         )
     if not parts.plan.hardware.is_cpu and torch.distributed.is_initialized():
         raise ConfigError(
             f"--tp {config.tp}: GPUs of this process share a model already, or it uses torch.distributed itself; close "
             "the other model, or start this one in a process of its own"
         )
-    ranks = Ranks(config.tp, parts.plan.hardware.device)
+    elsewhere = (hosts.programs(config.tp), hosts.places(config.tp)) if hosts else ()
+    ranks = Ranks(config.tp, parts.plan.hardware.device, *elsewhere)
     try:
         return build_parts(ranks), parts.plan
     except ConfigError:

@@ -139,14 +139,15 @@ def _connect(start: Start, rank: int, size: int, note: Callable[[int, int], None
     from nibble.kernels.collectives.processes import connect, store
     from nibble.models.shards import Shard
 
-    is_cpu = start.engine_plan.hardware.is_cpu
-    device = torch.device("cpu") if is_cpu else torch.device("cuda", rank)
+    is_cpu, place = start.engine_plan.hardware.is_cpu, start.places[rank]
+    device = torch.device("cpu") if is_cpu else torch.device("cuda", place.index)
     if is_cpu and start.threads:
         torch.set_num_threads(start.threads)
     if not is_cpu:
         torch.cuda.set_device(device)
     note(1, 0)
-    group = connect(store("127.0.0.1", start.port, rank, size), rank, size, device)
+    shared = store(start.places[0].address, start.port, rank, size)
+    group = connect(shared, rank, size, device, place.address)
     return Rank(Shard(rank, size), group, register(group), str(device))
 
 

@@ -22,9 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -64,6 +64,16 @@ log = logging.getLogger("nibble.ranks")
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is."""
+
+    address: str
+    """Of its host, as those of the other ranks reach it."""
+    index: int
+    """Of its GPU among those that its process sees."""
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """The first message to a rank: all that it needs to do as rank 0 does."""
 
@@ -78,6 +88,8 @@ class Start:
     threads: int | None
     """Of torch on a CPU."""
     poison: bool
+    places: tuple[Place, ...] = ()
+    """Of all ranks; Ranks knows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +139,23 @@ class Rank:
 class Ranks:
     """Starts and supervises the ranks 1, 2, ... and lets them do what rank 0 does."""
 
-    def __init__(self, size: int, device: str, program: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: str,
+        programs: Mapping[int, Sequence[str]] | None = None,
+        places: Sequence[Place] = (),
+    ) -> None:
+        """Start processes.
+
+        Args:
+            size: number of ranks.
+            device: of each.
+            programs: what is run for some ranks in place of PROGRAM.
+            places: of all ranks, where some are on other hosts.
+        """
         self.size, self.device = size, device
+        self.places = tuple(places) or tuple(Place("127.0.0.1", rank) for rank in range(size))
         self.failure: str = ""
         """Why the ranks can do no more; empty while they can."""
         self.on_failure: Callable[[str], None] | None = None
@@ -145,7 +172,7 @@ class Ranks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._looks = {rank: Looks() for rank in range(1, size)}
         for rank in range(1, size):
-            self._spawn(rank, program or PROGRAM)
+            self._spawn(rank, (programs or {}).get(rank, PROGRAM))
         self._monitor = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._monitor.start()
 
@@ -181,11 +208,12 @@ class Ranks:
         import torch
 
         device = torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
-        shared = store("127.0.0.1", 0, 0, self.size)
-        self._send(message(shared.port))
+        address = self.places[0].address
+        shared = store(address, 0, 0, self.size)
+        self._send(replace(message(shared.port), places=self.places))
         self._await_others()
         try:
-            group = connect(shared, 0, self.size, device)
+            group = connect(shared, 0, self.size, device, address)
         except Exception as error:  # of all kinds: a rank may have ended
             raise self.explained(error) from error
         self.here = Rank(Shard(0, self.size), group, register(group), str(device))

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from hashlib import sha256
 from typing import Any
@@ -38,6 +38,7 @@ class Engine:
         settings: of the server.
         address: of this host, as others reach it.
         rank: of this replica among those of its host.
+        environment: variables of the engine's process.
         new_client: makes the engine's client; tests have another.
         end: ends the replica's process.
     """
@@ -48,6 +49,7 @@ class Engine:
         settings: Settings,
         address: str = "127.0.0.1",
         rank: int = 0,
+        environment: Mapping[str, str] | None = None,
         new_client: Callable[..., Any] = ProcessClient,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
@@ -59,6 +61,7 @@ class Engine:
             restart=False,
             log_format=settings.log_format,
             place=wire.Place(rank, kv_events=self._endpoints),
+            environment=environment,
         )
         self._address, self._end = address, end
         self._watching: asyncio.Task[None] | None = None

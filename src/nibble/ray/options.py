@@ -33,10 +33,10 @@ NOT_HERE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What one replica is placed on: a bundle of a placement group, so that all of it is on one host."""
+    """What one replica is placed on: a bundle of a placement group for each of its hosts."""
 
-    cpus: float = option(1.0, "CPUs that Ray counts for a replica.")
-    memory: str | None = option(None, "Memory that Ray counts for a replica, as 64GiB.")
+    cpus: float = option(1.0, "CPUs that Ray counts for a replica, on each of its hosts.")
+    memory: str | None = option(None, "Memory that Ray counts for a replica, on each of its hosts, as 64GiB.")
     accelerator_type: str | None = option(None, "Kind of GPU, as Ray names it: H100.")
     resources: Mapping[str, float] = field(
         default_factory=dict, metadata={"doc": "Amounts of resources that nodes of the cluster name."}
@@ -44,21 +44,18 @@ class Placement:
     labels: Mapping[str, str] = field(
         default_factory=dict, metadata={"doc": "Labels that the node must have, as `ray.io/zone: eu-1`."}
     )
-    hosts: int = option(1, "Hosts of one replica.")
+    hosts: int = option(1, "Hosts of one replica, among which the ranks of `tp` are divided evenly.")
 
     def __post_init__(self) -> None:
         if not self.cpus >= 0:
             raise ConfigError(f"placement cpus must be 0 or more, not {self.cpus}")
-        if self.hosts != 1:
-            raise ConfigError(
-                f"placement hosts must be 1, not {self.hosts}: tensor parallelism across hosts is not served; "
-                "use a host with enough GPUs, and one replica for each host"
-            )
+        if not (isinstance(self.hosts, int) and self.hosts >= 1):
+            raise ConfigError(f"placement hosts must be a number of at least 1, not {self.hosts!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
 
     def bundle(self, gpus: int) -> dict[str, float]:
-        """Return the bundle of a replica with so many GPUs."""
+        """Return the bundle of a host with so many GPUs."""
         amounts = {"CPU": float(self.cpus), "GPU": float(gpus), **self.resources}
         if self.memory is not None:
             amounts["memory"] = float(parse_bytes(self.memory))
@@ -129,10 +126,22 @@ class AppOptions:
     """Of each front."""
     ray: RayOptions
 
+    def __post_init__(self) -> None:
+        if self.config.tp % self.ray.placement.hosts:
+            hosts, tp = self.ray.placement.hosts, self.config.tp
+            raise ConfigError(
+                f"placement hosts is {hosts}, and tp {tp}, which cannot be divided among as many hosts: let tp be a "
+                f"multiple of {hosts}"
+            )
+        if self.ray.placement.hosts > 1 and not self.ray.placement.bundle(self.gpus):
+            raise ConfigError(
+                "placement hosts needs something to be placed by: GPUs, cpus above 0, or resources"
+            )
+
     @property
     def gpus(self) -> int:
-        """GPUs of one engine."""
-        return 0 if self.config.device == "cpu" else self.config.tp
+        """GPUs of one engine on each of its hosts."""
+        return 0 if self.config.device == "cpu" else self.config.tp // self.ray.placement.hosts
 
     @property
     def max_ongoing_requests(self) -> int:
@@ -201,13 +210,17 @@ def _placement(value: Any) -> Placement:
     return Placement(**value)
 
 
+def actor_options(bundle: Mapping[str, float], gpus: int) -> dict[str, Any]:
+    """Return the options of an actor that takes a bundle, as Ray names them."""
+    custom = {name: amount for name, amount in bundle.items() if name not in {"CPU", "GPU", "memory"}}
+    actor = {"num_cpus": bundle.get("CPU", 0.0), "num_gpus": gpus, "resources": custom}
+    return actor | {name: bundle[name] for name in ("memory",) if name in bundle}
+
+
 def engine_options(options: AppOptions) -> dict[str, Any]:
     """Return the options of the deployment of engines, as Serve names them."""
     placement, ray, bundle = options.ray.placement, options.ray, options.ray.placement.bundle(options.gpus)
-    custom = {name: amount for name, amount in bundle.items() if name not in {"CPU", "GPU", "memory"}}
-    actor = {"num_cpus": bundle.get("CPU", 0.0), "num_gpus": options.gpus, "resources": custom}
-    if "memory" in bundle:
-        actor["memory"] = bundle["memory"]
+    actor = actor_options(bundle, options.gpus)
     result: dict[str, Any] = {
         "max_ongoing_requests": options.max_ongoing_requests,
         "ray_actor_options": {**actor, "runtime_env": dict(ray.runtime_env)},
@@ -218,10 +231,11 @@ def engine_options(options: AppOptions) -> dict[str, Any]:
         "health_check_timeout_s": 30.0,
     }
     if bundle:
-        # One bundle is on one host.
-        result["placement_group_bundles"], result["placement_group_strategy"] = [bundle], "STRICT_PACK"
+        # One bundle is on one host; the replica itself is on that of the first.
+        result["placement_group_bundles"] = [bundle] * placement.hosts
+        result["placement_group_strategy"] = "STRICT_PACK" if placement.hosts == 1 else "STRICT_SPREAD"
     if bundle and placement.labels:
-        result["placement_group_bundle_label_selector"] = [dict(placement.labels)]
+        result["placement_group_bundle_label_selector"] = [dict(placement.labels)] * placement.hosts
     if ray.autoscaling is None:
         return result | {"num_replicas": ray.replicas}
     target = {"target_ongoing_requests": max(1, options.config.max_running // 2)}

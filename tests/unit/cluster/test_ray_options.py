@@ -61,7 +61,13 @@ def test_texts_of_a_command_line_get_their_types() -> None:
         ({"model": "demo", "autoscaling": "yes"}, "autoscaling must be a mapping"),
         ({"model": "demo", "router": "best"}, "unknown router"),
         ({"model": "demo", "placement": {"gpus": 1}}, "unknown option of placement"),
-        ({"model": "demo", "placement": {"hosts": 2}}, "across hosts"),
+        ({"model": "demo", "placement": {"hosts": 2}}, "let tp be a multiple of 2"),
+        ({"model": "demo", "tp": 3, "placement": {"hosts": 2}}, "let tp be a multiple of 2"),
+        ({"model": "demo", "placement": {"hosts": 0}}, "hosts must be a number of at least 1"),
+        (
+            {"model": "demo", "device": "cpu", "tp": 2, "placement": {"hosts": 2, "cpus": 0}},
+            "needs something to be placed by",
+        ),
         ({"model": "demo", "placement": {"cpus": -1}}, "cpus must be 0 or more"),
         ({"model": "demo", "placement": {"memory": "much"}}, "as a size"),
         ({"model": "demo", "router_options": {"speed": 1}}, "router_options 'speed' is not known"),
@@ -99,6 +105,16 @@ def test_a_replica_is_one_bundle_and_so_on_one_host() -> None:
         **actor["resources"],
     }
     assert amounts == bundle
+
+
+def test_a_replica_of_several_hosts_has_a_bundle_on_each() -> None:
+    placed = {**GPU["placement"], "hosts": 2, "labels": {"zone": "eu"}}
+    options = engine_options(parse_args({**GPU, "tp": 4, "placement": placed}))
+    (first, second) = options["placement_group_bundles"]
+    assert first == second and first["GPU"] == 2.0
+    assert options["placement_group_strategy"] == "STRICT_SPREAD"
+    assert options["placement_group_bundle_label_selector"] == [{"zone": "eu"}] * 2
+    assert options["ray_actor_options"]["num_gpus"] == 2
 
 
 def test_ranks_are_of_one_host() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are processes of one host: gloo on CPUs; on GPUs NCCL, and symmetric memory for what is small.
+"""Ranks that are processes: gloo on CPUs; on GPUs NCCL, and within a host symmetric memory for what is small.
 
 On CPUs the sum is made from what all ranks have, in their order: a library's own would depend on where in a tensor a
 value lies, and an answer on the batch it came in.
@@ -52,7 +52,9 @@ def store(address: str, port: int, rank: int, size: int) -> Any:
     )  # fmt: skip
 
 
-def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collectives:
+def connect(
+    shared: Any, rank: int, size: int, device: torch.device, address: str = "127.0.0.1"
+) -> Collectives:
     """Return a rank's way to the others; all ranks must call this.
 
     Args:
@@ -60,9 +62,10 @@ def connect(shared: Any, rank: int, size: int, device: torch.device) -> Collecti
         rank: of this process.
         size: number of ranks.
         device: of this rank.
+        address: of this host, as the other ranks reach it.
     """
     if device.type == "cpu":
-        return GlooCollectives(shared, rank, size)
+        return GlooCollectives(shared, rank, size, address)
     return NcclCollectives(shared, rank, size, device)
 
 
@@ -76,13 +79,13 @@ def ordered_sum(parts: Tensor) -> Tensor:
 
 
 class GlooCollectives:
-    """CPUs of one host."""
+    """CPUs."""
 
-    def __init__(self, shared: Any, rank: int, size: int) -> None:
+    def __init__(self, shared: Any, rank: int, size: int, address: str = "127.0.0.1") -> None:
         self.rank, self.size = rank, size
         options = dist.ProcessGroupGloo._Options()
         # Left to itself it listens where the host's name leads, which others may reach, or nobody.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=TIMEOUT_S)
         # Not the group of the process: any number of engines may be in it.
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", shared), rank, size, options)
@@ -114,7 +117,7 @@ class GlooCollectives:
 
 
 class NcclCollectives:
-    """GPUs of one host, a process for each."""
+    """GPUs, a process for each."""
 
     def __init__(self, shared: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
