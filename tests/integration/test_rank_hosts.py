@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,13 +61,13 @@ def until_none_is_left() -> None:
     assert not ranks_here(), "a process is left"
 
 
-def test_two_hosts_answer_as_one(path: Path, host: RankHost) -> None:
+def test_two_hosts_answer_as_one(path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS) as llm:
         (rank,) = ranks_here()
         assert llm.engine.ranks and rank not in llm.engine.ranks.pids.values()
         divided = answers(llm)
     until_none_is_left()
-    os.environ.pop(VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     with LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS) as llm:
         assert answers(llm) == divided
 
@@ -90,7 +92,7 @@ def test_a_host_that_goes_away_ends_the_engine(path: Path, host: RankHost) -> No
                 answers(llm)
 
 
-def test_an_engine_that_dies_leaves_no_rank_elsewhere(path: Path, host: RankHost) -> None:
+def test_a_stand_in_that_is_killed_ends_the_rank_too(path: Path, host: RankHost) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         assert llm.engine.ranks and len(ranks_here()) == 1
         (stand_in,) = llm.engine.ranks.pids.values()
@@ -101,6 +103,41 @@ def test_an_engine_that_dies_leaves_no_rank_elsewhere(path: Path, host: RankHost
                 answers(llm)
 
 
+ENGINE = """
+import sys, time
+from nibble import LLM
+llm = LLM(sys.argv[1], tp=2, kv_format="fp32", max_context=256, kv_memory="1MiB", token_budget=16, max_running=4)
+print("serves", flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_is_killed_leaves_nothing(path: Path, host: RankHost) -> None:
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(path)], stdout=subprocess.PIPE)
+    assert engine.stdout and engine.stdout.readline() == b"serves\n"
+    found = subprocess.run(["pgrep", "-P", str(engine.pid)], check=False, capture_output=True)
+    (stand_in,) = map(int, found.stdout.split())
+    assert len(ranks_here()) == 1
+    engine.kill()
+    engine.wait()
+    until_none_is_left()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{stand_in}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{stand_in}").exists()
+    engine.stdout.close()
+
+
+def test_several_ranks_of_a_host(path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(path), tp=4, kv_format="fp32", **OPTIONS) as llm:
+        assert len(ranks_here()) == 3 and llm.engine.ranks, "one of the first host, and two of the other"
+        assert {place.host for place in llm.engine.ranks.places} == {0, 1}
+        divided = answers(llm)
+    monkeypatch.delenv(VARIABLE)
+    with LLM(str(path), kv_format="fp32", **OPTIONS) as llm:
+        assert answers(llm) == divided
+
+
 def test_nobody_without_the_key_starts_anything(
     path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +146,11 @@ def test_nobody_without_the_key_starts_anything(
         LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
     assert not ranks_here()
     tell(monkeypatch, host.port)
-    with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
+    # Who says nothing keeps nobody waiting, nor does who says anything else.
+    silent, other = (socket.create_connection(("127.0.0.1", host.port)) for _ in range(2))
+    other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    other.close()
+    with silent, LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         assert answers(llm)
 
 

@@ -51,6 +51,8 @@ from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, to
 from nibble.engine.warmup import warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
+from nibble.kernels import linear
+from nibble.kernels.collectives import broadcast
 from nibble.models import compile_cache, invariant, parallel
 from nibble.models.checkpoint import download, load, prepare_model
 from nibble.models.checkpoint_scales import has_weights
@@ -293,7 +295,9 @@ def _start_message(parts: EngineParts, poison: bool, port: int) -> Start:
     config, is_cpu = parts.plan.config, parts.plan.hardware.is_cpu
     # They share the CPUs that this process may use, of which replicas have a part each.
     all_threads = config.threads or min(torch.get_num_threads(), usable_cpus())
-    threads = max(1, all_threads // config.tp) if is_cpu else None
+    hosts = RankHosts.of_environment()
+    ranks_here = config.tp // (len(hosts.addresses) if hosts else 1)
+    threads = max(1, all_threads // ranks_here) if is_cpu else None
     if threads:
         torch.set_num_threads(threads)
     return Start(parts.plan, _prompts(parts), _most_tokens(parts), parts.scales, port, threads, poison)
@@ -342,12 +346,12 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
     drop_repeated_biases(model, division.layout, rank.shard)
     choose_own(model, division.layout.whole_experts, rank.shard)
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)
-    # Rank 0 before the others, which then find its trials of kernels and compute as it does.
-    if rank.shard.rank and model.device.type == "cuda":
-        rank.group.barrier()
+    # Rank 0 before the others, which take the results of its trials of kernels, and compute as it does.
+    if rank.shard.rank:
+        linear.of_rank_0.update(broadcast(rank.group, model.device))
     prepare_model(model, own, deterministic=config.deterministic)
-    if not rank.shard.rank and model.device.type == "cuda":
-        rank.group.barrier()
+    if not rank.shard.rank:
+        broadcast(rank.group, model.device, linear.results)
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
     if config.attention_dp:
         model.nibble_rows = rows = Rows(rank.group)

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nibble.cache.residency import Copy
-from nibble.engine.ranks import BEAT_S, COUNT, Command, Failure, Rank, Start
+from nibble.engine.ranks import BEAT_S, COUNT, Command, Failure, Rank, Start, one_host
 
 SAID_S = 0.2
 """How long a rank that fails stays, for rank 0 to read why."""
@@ -147,7 +147,7 @@ def _connect(start: Start, rank: int, size: int, note: Callable[[int, int], None
         torch.cuda.set_device(device)
     note(1, 0)
     shared = store(start.places[0].address, start.port, rank, size)
-    group = connect(shared, rank, size, device, place.address)
+    group = connect(shared, rank, size, device, place.address, one_host=one_host(start.places))
     return Rank(Shard(rank, size), group, register(group), str(device))
 
 

@@ -17,25 +17,31 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
 import nibble
-from nibble.engine.ranks import BEAT_S, COUNT, KILL_S, Failure, Place
+from nibble.engine.ranks import BEAT_S, COUNT, KILL_S, SILENT_S, Failure, Place
 from nibble.errors import ConfigError
 from nibble.processes import ending
 
 VARIABLE = "NIBBLE_RANK_HOSTS"
 MESSAGE, COUNTS, END = b"m", b"c", b"e"
 """What a RankHost sends: a message of the rank, what it has noted, how its process ended."""
+ADMIT_S, SAID_S = 10.0, 0.2
+"""Given to a client to show that it has the key; to an engine to read why a rank ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class RankHosts:
         if size % hosts:
             raise ConfigError(f"--tp {size} cannot be divided among {hosts} hosts")
         each = size // hosts
-        return tuple(Place(self.addresses[rank // each], rank % each) for rank in range(size))
+        return tuple(Place(self.addresses[rank // each], rank % each, rank // each) for rank in range(size))
 
     def programs(self, size: int) -> dict[int, tuple[str, ...]]:
         """Return what the engine starts for each rank of another host."""
@@ -91,7 +97,8 @@ class RankHost:
     """
 
     def __init__(self, address: str, key: str, environment: Mapping[str, str] | None = None) -> None:
-        self._listener = Listener((address, 0), authkey=key.encode())
+        self._listener, self._key = socket.create_server((address, 0), backlog=128), key.encode()
+        self._port, self._is_closed = int(self._listener.getsockname()[1]), False
         self._environment = dict(environment or {})
         self._processes: set[subprocess.Popen[bytes]] = set()
         threading.Thread(target=self._accept, name="rank-host", daemon=True).start()
@@ -99,48 +106,69 @@ class RankHost:
     @property
     def port(self) -> int:
         """Return where it listens."""
-        return int(self._listener.address[1])
+        return self._port
 
     def close(self) -> None:
         """Start no more ranks, and end those that there are."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else a thread that accepts keeps it open
         self._listener.close()
         for process in list(self._processes):
             process.kill()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
-                engine = self._listener.accept()
+                client, _ = self._listener.accept()
             except OSError:
-                return  # closed
-            except Exception:  # of those who lack the key, or talk another language
+                time.sleep(BEAT_S)  # too many files are open, or it is closed
                 continue
-            threading.Thread(target=self._host, args=(engine,), daemon=True).start()
+            # Whoever it is may keep this thread waiting, and no other.
+            threading.Thread(target=self._admit, args=(client,), daemon=True).start()
 
-    def _host(self, engine: Connection) -> None:
-        """Run a rank until it ends, or its engine is gone."""
-        with suppress(OSError, EOFError), engine, tempfile.TemporaryFile() as file:
+    def _admit(self, client: socket.socket) -> None:
+        """Run a rank for whoever has the key, until it ends or they are gone."""
+        _set_up(client)
+        client.settimeout(None)
+        _limit(client, ADMIT_S)
+        with suppress(OSError, EOFError, AuthenticationError), Connection(client.detach()) as engine:
+            deliver_challenge(engine, self._key)
+            answer_challenge(engine, self._key)
             rank, size = json.loads(engine.recv_bytes())
+            with socket.socket(fileno=os.dup(engine.fileno())) as same:
+                _limit(same, 0)
+            try:
+                end = self._run(engine, rank, size)
+            except OSError as error:
+                end = f"cannot be run there ({type(error).__name__}: {error})"
+            engine.send_bytes(END + end.encode())
+
+    def _run(self, engine: Connection, rank: int, size: int) -> str:
+        """Run a rank, and return how it ended."""
+        with tempfile.TemporaryFile() as file:
             file.truncate(COUNT.size * size)
             counts = mmap.mmap(file.fileno(), COUNT.size * size)
             process, connection = self._start(file.fileno(), rank, size)
             self._processes.add(process)
             try:
                 threading.Thread(target=_forward, args=(engine, connection, process), daemon=True).start()
-                while process.poll() is None:
-                    if connection.poll(BEAT_S):
+                # What it says comes first: it may be why it ends.
+                while connection.poll(BEAT_S) or process.poll() is None:
+                    if connection.poll(0):
                         engine.send_bytes(MESSAGE + connection.recv_bytes())
                     at = COUNT.size * rank
                     engine.send_bytes(COUNTS + counts[at : at + COUNT.size])
-            except EOFError:
+            except (
+                EOFError,
+                ConnectionError,
+            ):  # the system ends a connection before it says how a process ended
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(KILL_S)
             finally:
                 process.kill()
-                engine.send_bytes(END + ending(process.wait()).encode())
                 self._processes.discard(process)
-                connection.close()
-                counts.close()
+            return ending(process.wait())
 
     def _start(self, counts: int, rank: int, size: int) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = socket.socketpair()
@@ -154,6 +182,21 @@ class RankHost:
         return process, Connection(ours.detach())
 
 
+def _set_up(client: socket.socket) -> None:
+    """Let small messages go at once, and notice a host that is gone without a word."""
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
+
+
+def _limit(client: socket.socket, seconds: float) -> None:
+    """Limit how long a call may wait for the other side; 0 for no limit."""
+    limit = struct.pack("ll", int(seconds), 0)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def _forward(source: Connection, target: Connection, process: subprocess.Popen[bytes]) -> None:
     """Pass on what an engine sends, and end the rank's process when there is no more."""
     with suppress(OSError, EOFError):
@@ -162,12 +205,22 @@ def _forward(source: Connection, target: Connection, process: subprocess.Popen[b
     process.kill()
 
 
+# The process that stands in
+
+
 def stand_in(engine: Connection, counts: mmap.mmap, rank: int, size: int, hosts: RankHosts) -> None:
     """Stand in for a rank of another host until it ends, or the engine does."""
-    address = hosts.address_of(rank, size)
-    remote: Connection | None = None
+    # First of all, as what follows may wait for a host that is not there.
+    threading.Thread(target=_end_with, args=(engine.fileno(), os.getppid()), daemon=True).start()
+    address, port = hosts.address_of(rank, size)
     try:
-        remote = Client(address, authkey=hosts.key.encode())
+        client = socket.create_connection((address, port), ADMIT_S)
+        client.settimeout(None)
+        _set_up(client)
+        _limit(client, SILENT_S)  # it is heard of every fifth of a second
+        remote, key = Connection(client.detach()), hosts.key.encode()
+        answer_challenge(remote, key)
+        deliver_challenge(remote, key)
         remote.send_bytes(json.dumps([rank, size]).encode())
         threading.Thread(target=_carry, args=(engine, remote), daemon=True).start()
         while True:
@@ -178,18 +231,30 @@ def stand_in(engine: Connection, counts: mmap.mmap, rank: int, size: int, hosts:
                 counts[COUNT.size * rank : COUNT.size * (rank + 1)] = content
             else:
                 raise EOFError(f"its process {content.decode()}")
+    except BlockingIOError:
+        what = f"nothing was heard of it for {SILENT_S:.0f} s"
     except Exception as error:  # of a host that is not there, or a rank that ended
         what = str(error) or "the connection ended"
-        with suppress(OSError):
-            engine.send(Failure(f"on host {address[0]}", what))
+    with suppress(OSError):
+        engine.send(Failure(f"on host {address}", what))
+    time.sleep(SAID_S)
     os._exit(1)
 
 
 def _carry(engine: Connection, remote: Connection) -> None:
-    """Pass on what the engine sends; it ends what it no longer needs by ending its connection."""
+    """Pass on what the engine sends. The thread that hears of the rank says why that ends."""
     with suppress(OSError, EOFError):
         while True:
             remote.send_bytes(engine.recv_bytes())
+
+
+def _end_with(connection: int, parent: int) -> None:
+    """End this process when its engine is gone, whatever it waits for."""
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", 0))
+    # A copy of the engine, which a fork makes, would hold the connection open.
+    while not poll.poll(1000 * BEAT_S) and os.getppid() == parent:
+        pass
     os._exit(0)
 
 

@@ -71,6 +71,8 @@ class Place:
     """Of its host, as those of the other ranks reach it."""
     index: int
     """Of its GPU among those that its process sees."""
+    host: int = 0
+    """Number of the host: several may be at one address, as in a cluster of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class Ranks:
         self._send(replace(message(shared.port), places=self.places))
         self._await_others()
         try:
-            group = connect(shared, 0, self.size, device, address)
+            group = connect(shared, 0, self.size, device, address, one_host=one_host(self.places))
         except Exception as error:  # of all kinds: a rank may have ended
             raise self.explained(error) from error
         self.here = Rank(Shard(0, self.size), group, register(group), str(device))
@@ -437,6 +439,11 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+def one_host(places: Sequence[Place]) -> bool:
+    """Return whether all ranks are on one host."""
+    return len({place.host for place in places}) == 1
 
 
 @contextmanager

@@ -10,7 +10,9 @@ Shape suffixes: T tokens, H values of a token.
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +39,20 @@ class Collectives(Protocol):
     def barrier(self) -> None:
         """Wait until every rank is here."""
         ...
+
+
+def broadcast(
+    group: Collectives, device: torch.device, values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what rank 0 has, plain data; the others give nothing."""
+    text = json.dumps(dict(values or {})).encode()
+    length = torch.tensor([len(text)], device=device)
+    group.broadcast(length)
+    content = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    if group.rank:
+        content = torch.empty(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(content)
+    return cast("dict[str, Any]", json.loads(bytes(content.tolist())))
 
 
 _numbers = itertools.count()

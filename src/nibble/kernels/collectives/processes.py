@@ -53,7 +53,13 @@ def store(address: str, port: int, rank: int, size: int) -> Any:
 
 
 def connect(
-    shared: Any, rank: int, size: int, device: torch.device, address: str = "127.0.0.1"
+    shared: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str = "127.0.0.1",
+    *,
+    one_host: bool = True,
 ) -> Collectives:
     """Return a rank's way to the others; all ranks must call this.
 
@@ -63,10 +69,11 @@ def connect(
         size: number of ranks.
         device: of this rank.
         address: of this host, as the other ranks reach it.
+        one_host: whether all ranks are on one host.
     """
     if device.type == "cpu":
         return GlooCollectives(shared, rank, size, address)
-    return NcclCollectives(shared, rank, size, device)
+    return NcclCollectives(shared, rank, size, device, one_host=one_host)
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
@@ -119,7 +126,9 @@ class GlooCollectives:
 class NcclCollectives:
     """GPUs, a process for each."""
 
-    def __init__(self, shared: Any, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, shared: Any, rank: int, size: int, device: torch.device, *, one_host: bool = True
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         dist.init_process_group(
             "nccl", store=shared, rank=rank, world_size=size, device_id=device,
@@ -130,7 +139,8 @@ class NcclCollectives:
         self._name = ""
         self._ways: list[Callable[[Tensor], Tensor]] = []
         """By size (TRIED_BYTES) the fastest way to add up; larger sums go through NCCL."""
-        self.note = self._share_memory()
+        # Of several hosts some ranks would wait for ever for what others cannot send.
+        self.note = self._share_memory() if one_host else "sums over hosts go through NCCL"
         """What was measured, or why symmetric memory cannot be had."""
 
     def _share_memory(self) -> str:

@@ -47,6 +47,10 @@ SLEEP = 1 << 20
 RESULTS = {"triton": True, "torch": False}
 """What the file of a trial says: who was faster."""
 _is_faster: dict[tuple[torch.device, torch.dtype, torch.Size, int], bool] = {}
+results: dict[str, bool] = {}
+"""What trials came to, by the names of their files."""
+of_rank_0: dict[str, bool] = {}
+"""Those of rank 0, which the other ranks of a model take: all must compute as it does."""
 
 
 def serves(weight_NK: Tensor) -> bool:
@@ -103,10 +107,14 @@ def _wins(weight_NK: Tensor, rows: int) -> bool:
     key = _key(weight_NK, rows)
     if key not in _is_faster:
         path = _trial_path(weight_NK, rows)
-        try:
-            _is_faster[key] = RESULTS[path.read_text(encoding="utf-8")]
-        except (OSError, ValueError, KeyError):  # none yet, or not one that _trial() left
-            _is_faster[key] = _trial(weight_NK, rows, path)
+        if path.name in of_rank_0:
+            _is_faster[key] = of_rank_0[path.name]
+        else:
+            try:
+                _is_faster[key] = RESULTS[path.read_text(encoding="utf-8")]
+            except (OSError, ValueError, KeyError):  # none yet, or not one that _trial() left
+                _is_faster[key] = _trial(weight_NK, rows, path)
+        results[path.name] = _is_faster[key]
     return _is_faster[key]
 
 
