@@ -347,10 +347,11 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
     choose_own(model, division.layout.whole_experts, rank.shard)
     own = replace(spec, vocab_size=part.get_text_config().vocab_size)
     # Rank 0 before the others, which take the results of its trials of kernels, and compute as it does.
-    if rank.shard.rank:
+    tries = model.device.type == "cuda"
+    if rank.shard.rank and tries:
         linear.of_rank_0.update(broadcast(rank.group, model.device))
     prepare_model(model, own, deterministic=config.deterministic)
-    if not rank.shard.rank:
+    if not rank.shard.rank and tries:
         broadcast(rank.group, model.device, linear.results)
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
     if config.attention_dp:
