@@ -9,10 +9,8 @@ for, and a thread notes that it lives.
 from __future__ import annotations
 
 import importlib
-import itertools
 import mmap
 import os
-import select
 import signal
 import struct
 import sys
@@ -25,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nibble.cache.residency import Copy
-from nibble.engine.ranks import BEAT_S, COUNT, Command, Failure, Rank, Start, one_host
+from nibble.engine.ranks import COUNT, Command, Failure, Rank, Start, live, one_host
 
 SAID_S = 0.2
 """How long a rank that fails stays, for rank 0 to read why."""
@@ -108,7 +106,7 @@ def main(connection: Connection, counts: mmap.mmap, rank: int, size: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at = COUNT.size * rank
     beat = partial(BEATS.pack_into, counts, at + STEPS.size)
-    threading.Thread(target=_live, args=(os.getppid(), connection.fileno(), beat), daemon=True).start()
+    threading.Thread(target=live, args=(os.getppid(), connection.fileno(), beat), daemon=True).start()
     note, num_done = partial(STEPS.pack_into, counts, at), 0
     try:
         start = connection.recv()
@@ -149,18 +147,6 @@ def _connect(start: Start, rank: int, size: int, note: Callable[[int, int], None
     shared = store(start.places[0].address, start.port, rank, size)
     group = connect(shared, rank, size, device, place.address, one_host=one_host(start.places))
     return Rank(Shard(rank, size), group, register(group), str(device))
-
-
-def _live(parent: int, connection: int, beat: Callable[[int], None]) -> None:
-    """Note that this process lives, and end it when rank 0 is gone, whatever it waits for."""
-    poll = select.poll()
-    # Its end alone, which the system tells at once; messages are the other thread's.
-    poll.register(connection, getattr(select, "POLLRDHUP", 0))
-    for beats in itertools.count(1):
-        beat(beats)
-        # A copy of rank 0, which a fork makes, would hold the connection open.
-        if poll.poll(1000 * BEAT_S) or os.getppid() != parent:
-            os._exit(1)
 
 
 def run(arguments: Sequence[str]) -> None:

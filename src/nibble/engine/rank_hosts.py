@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import select
 import socket
 import struct
 import subprocess
@@ -25,15 +24,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 
-import nibble
-from nibble.engine.ranks import BEAT_S, COUNT, KILL_S, SILENT_S, Failure, Place
+from nibble.engine.ranks import BEAT_S, COUNT, KILL_S, PROGRAM, SILENT_S, Failure, Place, live, spawn
 from nibble.errors import ConfigError
 from nibble.processes import ending
 
@@ -93,13 +90,11 @@ class RankHost:
     Args:
         address: of this host, as the engine's host reaches it.
         key: of those who may start something here.
-        environment: variables of the ranks, beside those of this process.
     """
 
-    def __init__(self, address: str, key: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, address: str, key: str) -> None:
         self._listener, self._key = socket.create_server((address, 0), backlog=128), key.encode()
         self._port, self._is_closed = int(self._listener.getsockname()[1]), False
-        self._environment = dict(environment or {})
         self._processes: set[subprocess.Popen[bytes]] = set()
         threading.Thread(target=self._accept, name="rank-host", daemon=True).start()
 
@@ -149,7 +144,7 @@ class RankHost:
         with tempfile.TemporaryFile() as file:
             file.truncate(COUNT.size * size)
             counts = mmap.mmap(file.fileno(), COUNT.size * size)
-            process, connection = self._start(file.fileno(), rank, size)
+            process, connection = spawn(PROGRAM, file.fileno(), rank, size)
             self._processes.add(process)
             try:
                 threading.Thread(target=_forward, args=(engine, connection, process), daemon=True).start()
@@ -159,27 +154,14 @@ class RankHost:
                         engine.send_bytes(MESSAGE + connection.recv_bytes())
                     at = COUNT.size * rank
                     engine.send_bytes(COUNTS + counts[at : at + COUNT.size])
-            except (
-                EOFError,
-                ConnectionError,
-            ):  # the system ends a connection before it says how a process ended
+            except (EOFError, ConnectionError):
+                # The system ends a connection before it says how a process ended.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(KILL_S)
             finally:
                 process.kill()
                 self._processes.discard(process)
             return ending(process.wait())
-
-    def _start(self, counts: int, rank: int, size: int) -> tuple[subprocess.Popen[bytes], Connection]:
-        ours, theirs = socket.socketpair()
-        paths = [str(Path(nibble.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "nibble.engine.rank", *map(str, (theirs.fileno(), counts, rank, size))],
-                pass_fds=(theirs.fileno(), counts), stdin=subprocess.DEVNULL,
-                env={**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(paths)},
-            )  # fmt: skip
-        return process, Connection(ours.detach())
 
 
 def _set_up(client: socket.socket) -> None:
@@ -211,7 +193,8 @@ def _forward(source: Connection, target: Connection, process: subprocess.Popen[b
 def stand_in(engine: Connection, counts: mmap.mmap, rank: int, size: int, hosts: RankHosts) -> None:
     """Stand in for a rank of another host until it ends, or the engine does."""
     # First of all, as what follows may wait for a host that is not there.
-    threading.Thread(target=_end_with, args=(engine.fileno(), os.getppid()), daemon=True).start()
+    watch = os.getppid(), engine.fileno(), lambda _: None
+    threading.Thread(target=live, args=watch, daemon=True).start()
     address, port = hosts.address_of(rank, size)
     try:
         client = socket.create_connection((address, port), ADMIT_S)
@@ -246,16 +229,6 @@ def _carry(engine: Connection, remote: Connection) -> None:
     with suppress(OSError, EOFError):
         while True:
             remote.send_bytes(engine.recv_bytes())
-
-
-def _end_with(connection: int, parent: int) -> None:
-    """End this process when its engine is gone, whatever it waits for."""
-    poll = select.poll()
-    poll.register(connection, getattr(select, "POLLRDHUP", 0))
-    # A copy of the engine, which a fork makes, would hold the connection open.
-    while not poll.poll(1000 * BEAT_S) and os.getppid() == parent:
-        pass
-    os._exit(0)
 
 
 def run(arguments: Sequence[str]) -> None:

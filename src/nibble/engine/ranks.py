@@ -11,9 +11,11 @@ no reason.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import struct
@@ -179,22 +181,8 @@ class Ranks:
         self._monitor.start()
 
     def _spawn(self, rank: int, program: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        counts = self._counts.fileno()
-        # The same package, however it was found here.
-        paths = [str(Path(nibble.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Ctrl-C is for rank 0, from the first moment on: a process begins with what its parent blocks.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._processes[rank] = subprocess.Popen(
-                [*program, *map(str, (theirs.fileno(), counts, rank, self.size))],
-                pass_fds=(theirs.fileno(), counts), env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()
-        self._connections[rank] = Connection(ours.detach())
+        started = spawn(program, self._counts.fileno(), rank, self.size)
+        self._processes[rank], self._connections[rank] = started
 
     @property
     def pids(self) -> dict[int, int]:
@@ -439,6 +427,52 @@ class Ranks:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()
+
+
+def spawn(
+    program: Sequence[str], counts: int, rank: int, size: int
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start the process of a rank, and return it with a connection to it.
+
+    Args:
+        program: what is run; its arguments follow.
+        counts: file descriptor of what ranks note (COUNT).
+        rank: its number.
+        size: number of ranks.
+    """
+    ours, theirs = socket.socketpair()
+    # The same package, however it was found here.
+    paths = [str(Path(nibble.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Ctrl-C is for rank 0, from the first moment on: a process begins with what its parent blocks.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [*program, *map(str, (theirs.fileno(), counts, rank, size))],
+                pass_fds=(theirs.fileno(), counts), env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return process, Connection(ours.detach())
+
+
+def live(parent: int, connection: int, beat: Callable[[int], None]) -> None:
+    """Note that this process lives, and end it when rank 0 is gone, whatever it waits for.
+
+    Args:
+        parent: the process of rank 0.
+        connection: to it; a file descriptor.
+        beat: notes a sign of life, by its number.
+    """
+    poll = select.poll()
+    # Its end alone, which the system tells at once; messages are the other thread's.
+    poll.register(connection, getattr(select, "POLLRDHUP", 0))
+    for beats in itertools.count(1):
+        beat(beats)
+        # A copy of rank 0, which a fork makes, would hold the connection open.
+        if poll.poll(1000 * BEAT_S) or os.getppid() != parent:
+            os._exit(1)
 
 
 def one_host(places: Sequence[Place]) -> bool:

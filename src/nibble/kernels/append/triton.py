@@ -312,14 +312,7 @@ def gather_kernel(
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     start, n_R = tl.program_id(0) * R, tl.arange(0, R)
     keep_R = start + n_R < length
-    # --- load
-    page = tiles.pages_of(pages + request * pages_stride, start, n_R, length, stream.PAGE_SIZE)
-    slot_R = tiles.slots_of(start, n_R, stream.PAGE_SIZE)
-    items = tiles.read_words(stream, page, slot_R, head, keep_R, 1, True)
-    scales = tiles.read_scales(stream, page, slot_R, head, keep_R, 1, True)
-    # --- decode
-    values_RD = tiles.interleave(tiles.decode_tile(stream, items, scales, 1), stream.PARTS).to(tl.float32)
-    values_RD *= tiles.global_scale(stream, head)
+    values_RD = tiles.dequantized(stream, pages + request * pages_stride, start, n_R, length, head)
     # --- store
     d = tl.arange(0, stream.items.WIDTH * stream.PARTS)[None, :]
     out += request * out_stride + head.to(tl.int64) * head_stride

@@ -50,15 +50,7 @@ def stage_kernel(k, v, pages, pages_stride, spans, out_k, out_v, DIM: tl.constex
 def _stage_tile(stream, table, start, stop, out, DIM: tl.constexpr, N: tl.constexpr):
     """Dequantise tokens [start, start + N) of a head, with zeros from `stop` on."""
     head, n_N = tl.program_id(1), tl.arange(0, N)
-    keep_N = start + n_N < stop
-    # --- load
-    page = tiles.pages_of(table, start, n_N, stop, stream.PAGE_SIZE)
-    slot_N = tiles.slots_of(start, n_N, stream.PAGE_SIZE)
-    items = tiles.read_words(stream, page, slot_N, head, keep_N, 1, True)
-    scales = tiles.read_scales(stream, page, slot_N, head, keep_N, 1, True)
-    # --- decode
-    values_ND = tiles.interleave(tiles.decode_tile(stream, items, scales, 1), stream.PARTS).to(tl.float32)
-    values_ND *= tiles.global_scale(stream, head)
+    values_ND = tiles.dequantized(stream, table, start, n_N, stop, head)
     # --- store
     d = tl.arange(0, stream.items.WIDTH * stream.PARTS)[None, :]
     row_N = out + ((tl.program_id(0) * N + n_N).to(tl.int64) * tl.num_programs(1) + head) * DIM

@@ -409,6 +409,21 @@ def interleave(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def dequantized(tiles, table, start, n_N, stop, head):
+    """Load and decode tokens start + n_N of a head, by the page table of their request -> float32 [N, values].
+
+    Rows are padded as words are; tokens from `stop` on are zeros.
+    """
+    keep_N = start + n_N < stop
+    page = pages_of(table, start, n_N, stop, tiles.PAGE_SIZE)
+    slot_N = slots_of(start, n_N, tiles.PAGE_SIZE)
+    items = read_words(tiles, page, slot_N, head, keep_N, 1, True)
+    scales = read_scales(tiles, page, slot_N, head, keep_N, 1, True)
+    values_ND = interleave(decode_tile(tiles, items, scales, 1), tiles.PARTS).to(tl.float32)
+    return values_ND * global_scale(tiles, head)
+
+
+@triton.jit
 def global_scale(tiles, head):
     """Load what decoded values of a head are still to be multiplied by."""
     return tl.load(tiles.scale + head * tiles.SCALE_STRIDE) * tiles.FOLD
