@@ -19,6 +19,7 @@ from nibble.kernels import nvrtc as compiling
 from nibble.kernels.attention import cuda as decode
 from nibble.kernels.attention import prefill_sm90
 from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tiling_of
+from nibble.kernels.collectives import push
 from nibble.kernels.experts import cuda as experts
 from nibble.kernels.experts.gate import CLAMPED, SILU
 from nibble.kernels.experts.matrices import PackedExperts
@@ -277,3 +278,9 @@ def test_products_of_prompts_do_not_wait_for_each_other(
     report = ptxas_report(prefill_sm90.SOURCE, "90a", macros)
     assert " 0 bytes stack frame, 0 bytes spill stores" in report, report
     assert "Performance Loss" not in report, report
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_sums_over_gpus_compile(arch: int, size: int) -> None:
+    assert compiling.cubin(push.SOURCE, arch, push.macros(size)).startswith(compiling.ELF)

@@ -3,14 +3,14 @@
 On CPUs the sum is made from what all ranks have, in their order: a library's own would depend on where in a tensor a
 value lies, and an answer on the batch it came in.
 
-Symmetric memory is memory of each GPU that the others read: one launch adds up a decode step's few rows in the time
-that NCCL takes to begin. Multicast of NVLink is not used.
+Symmetric memory is memory of each GPU that the others read and write: one launch adds up a decode step's few rows in
+the time that NCCL takes to begin. Multicast of NVLink is not used.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from nibble.kernels.collectives import Collectives
+from nibble.kernels.collectives import Collectives, push
 
 dist: Any = torch.distributed  # whose stub leaves out what a build may lack
 TIMEOUT_S = 600.0
@@ -30,6 +30,8 @@ TRIED_BYTES = tuple(8192 << n for n in range(8))
 """Sizes of sums that are timed at the start, up to SHARED_BYTES: a row of 4,096 values in BF16, twice that, ..."""
 CALLS, RUNS = 10, 5
 """Sums in a recorded graph that is timed, and how often it is."""
+Way = Callable[[Tensor], Tensor]
+"""To add up what all ranks have."""
 
 
 def store(address: str, port: int, rank: int, size: int) -> Any:
@@ -136,40 +138,54 @@ class NcclCollectives:
         )  # fmt: skip
         self.barrier()
         self._shared: Tensor | None = None
-        self._name = ""
-        self._ways: list[Callable[[Tensor], Tensor]] = []
+        self._ways: list[Way] = []
         """By size (TRIED_BYTES) the fastest way to add up; larger sums go through NCCL."""
         # Of several hosts some ranks would wait for ever for what others cannot send.
         self.note = self._share_memory() if one_host else "sums over hosts go through NCCL"
         """What was measured, or why symmetric memory cannot be had."""
 
     def _share_memory(self) -> str:
-        """Set symmetric memory up, where every rank can, and where it adds up as NCCL does."""
-        error = ""
-        try:
-            self._shared, self._name = _symmetric_memory(SHARED_BYTES, self.device)
-        except Exception as failure:  # of all kinds: it is a part of torch that is not stable
-            error = f"{type(failure).__name__}: {failure}"
-        if self._all_agree(not error):
-            # Small integers, whose sums are exact in any order.
-            x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
-            expected = self._by_nccl(x)
-            if self._all_agree(bool((self._one_shot(x) == expected).all())):
-                return self._choose((self._by_nccl, self._one_shot))
-            error = "it does not add up as NCCL does"
-        self._shared = None
-        return f"sums of few rows go through NCCL: symmetric memory is not to be had ({error or 'on another rank'})"
+        """Set symmetric memory up, where every rank can, and where it adds up as NCCL does; return the note."""
+        ways: dict[str, Way] = {"NCCL": self._by_nccl}
+        reasons = list[str]()
+        for name, prepare in (("one-shot", self._prepare_one_shot), ("push", self._prepare_push)):
+            # The second way is tried only where the first shows that ranks see one another's memory.
+            if not reasons:
+                way, reason = self._tried(prepare)
+                if way:
+                    ways[name] = way
+                else:
+                    reasons.append(f"{name}: {reason}")
+        return "; ".join((self._choose(ways), *reasons))
 
-    def _choose(self, ways: Sequence[Callable[[Tensor], Tensor]]) -> str:
+    def _tried(self, prepare: Callable[[], Way]) -> tuple[Way | None, str]:
+        """Return a way to add up, None where a rank cannot or where it is wrong, and why."""
+        way, reason = None, "another rank cannot"
+        try:
+            way = prepare()
+        except Exception as failure:  # of all kinds: symmetric memory is a part of torch that is not stable
+            reason = f"{type(failure).__name__}: {failure}"
+        if not self._all_agree(way is not None):
+            return None, reason
+        assert way is not None
+        # Small integers, whose sums are exact in any order. Twice, and once more: memory is used in turns.
+        x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
+        equal = [bool((way(x + i) == self._by_nccl(x + i)).all()) for i in range(3)]
+        return (way, "") if self._all_agree(all(equal)) else (None, "it does not add up as NCCL does")
+
+    def _choose(self, ways: Mapping[str, Way]) -> str:
         """Keep the fastest way by size, as rank 0 measures it; return what it measured, in microseconds."""
+        if len(ways) == 1:
+            return "sums over GPUs go through NCCL"
         lines = list[str]()
         for size in TRIED_BYTES:
             x = torch.ones(size // 2, dtype=torch.bfloat16, device=self.device)
-            times = torch.tensor([_graph_us(partial(way, x)) for way in ways], device=self.device)
+            tried = [way for name, way in ways.items() if name != "push" or size <= push.MOST_BYTES]
+            times = torch.tensor([_graph_us(partial(way, x)) for way in tried], device=self.device)
             dist.broadcast(times, 0)
-            self._ways.append(ways[int(times.argmin())])
+            self._ways.append(tried[int(times.argmin())])
             lines.append(f"{size >> 10}K: {' / '.join(f'{us:.1f}' for us in times.tolist())}")
-        return f"sums over GPUs in us, NCCL / one-shot: {', '.join(lines)}"
+        return f"sums over GPUs in us, {' / '.join(ways)}: {', '.join(lines)}"
 
     def _all_agree(self, mine: bool) -> bool:
         votes = torch.tensor([float(mine)], device=self.device)
@@ -185,11 +201,19 @@ class NcclCollectives:
         way = next(way for way, size in zip(self._ways, TRIED_BYTES, strict=True) if x.nbytes <= size)
         return way(x)
 
+    def _prepare_one_shot(self) -> Way:
+        self._shared, _ = _symmetric_memory(SHARED_BYTES, self.device)
+        return self._one_shot
+
+    def _prepare_push(self) -> Way:
+        # Nobody sends before all have agreed, for which all have cleared what they receive in.
+        return push.PushSum(*_symmetric_memory(push.memory_bytes(self.size), self.device))
+
     def _one_shot(self, x: Tensor) -> Tensor:
         assert self._shared is not None
         part = self._shared[: x.numel()]
         part.copy_(x.view(-1))
-        y: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+        y: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", _group_name())
         return y.view(x.shape)
 
     def _by_nccl(self, x: Tensor) -> Tensor:
@@ -214,6 +238,7 @@ class NcclCollectives:
     def close(self, *, abort: bool = False) -> None:
         """End the group; `abort` where another rank is gone, for which kernels would wait for ever."""
         self._shared = None
+        self._ways = []
         if abort:
             dist.distributed_c10d._abort_process_group()
         else:
@@ -242,12 +267,15 @@ def _graph_us(run: Callable[[], Tensor]) -> float:
     return 1e3 * min(times) / CALLS
 
 
-def _symmetric_memory(size: int, device: torch.device) -> tuple[Tensor, str]:
-    """Return bytes that all ranks of the process's group share, as bfloat16, and the name of the group."""
+def _symmetric_memory(size: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Return bytes that all ranks of the process's group share, as bfloat16, and torch's way to those of the others."""
     import torch.distributed._symmetric_memory as symm_mem
 
+    memory = symm_mem.empty(size // 2, dtype=torch.bfloat16, device=device)
+    return memory, symm_mem.rendezvous(memory, group=_group_name())
+
+
+def _group_name() -> Any:
     group = dist.group.WORLD
     assert group is not None
-    memory = symm_mem.empty(size // 2, dtype=torch.bfloat16, device=device)
-    symm_mem.rendezvous(memory, group=group.group_name)
-    return memory, group.group_name
+    return group.group_name
