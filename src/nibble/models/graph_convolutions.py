@@ -27,8 +27,8 @@ MOVES = frozenset(
     {
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
         aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        aten.slice.Tensor, aten.select.int, aten.expand.default, aten.split_with_sizes.default, aten.clone.default,
-        aten.alias.default, operator.getitem,
+        aten.slice.Tensor, aten.select.int, aten.expand.default, aten.split.Tensor, aten.split_with_sizes.default,
+        aten.clone.default, aten.alias.default, operator.getitem,
     }
 )  # fmt: skip
 """Operators that move values and change none."""

@@ -2,9 +2,10 @@
 
 Families' own code stays as it is; only the operator that computes a node is another, with the same result: torch.topk
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
-convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py). A
-router and the layer of experts behind it, where Nibble computes both, can become one operator. Last, what only serves
-rows whose logits are wanted is computed for these (graph_rows.py).
+convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py).
+The first products of an MLP and the gate behind them become one operator (graph_gates.py), and so can a router and the
+layer of experts behind it, where Nibble computes both. Last, what only serves rows whose logits are wanted is computed
+for these (graph_rows.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from nibble.kernels import experts, linear, router, topk
-from nibble.models import graph_convolutions, graph_projections, graph_rows
+from nibble.kernels import experts, gated, linear, router, topk
+from nibble.models import graph_convolutions, graph_gates, graph_projections, graph_rows
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
@@ -47,6 +48,7 @@ class ReplaceOperators(CustomGraphPass):
             # Not where the bias is a matrix, or a factor is beside it.
             if not node.kwargs and node.args[0].meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
+        graph_gates.join_gates(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
             _join_router(graph, node)
         graph_rows.pick_rows_early(graph)
@@ -81,12 +83,14 @@ class ReplaceOperators(CustomGraphPass):
                     part.__file__
                     for part in (
                         graph_convolutions,
+                        graph_gates,
                         graph_projections,
                         graph_rows,
                         topk,
                         linear,
                         router,
                         experts,
+                        gated,
                     )
                 ),
             )

@@ -109,10 +109,10 @@ def _arguments(own: Sequence[Any], rule: Sequence[Any]) -> tuple[Any, ...]:
 def _channels(x: fx.Node) -> tuple[fx.Node, Tensor]:
     """Return the product whose values are a convolution's inputs, and which of them each channel is."""
     (product,) = _leaves(x, MOVES | {aten.cat.default})
-    width = _width(product)
+    width = width_of(product)
     numbers = torch.arange(TOKENS * width).view(1, TOKENS, width)
-    numbers = numbers.view(_shape(product))
-    moved_TC = _Run({product: numbers})(x)
+    numbers = numbers.view(shape_of(product))
+    moved_TC = Run({product: numbers})(x)
     source_C = moved_TC[0]
     expected_TC = source_C + width * torch.arange(TOKENS)[:, None]
     if moved_TC.dim() != 2 or int(source_C.max()) >= width or not torch.equal(moved_TC, expected_TC):
@@ -163,8 +163,8 @@ def _columns(
     """Return of which column of a product each head's gate is computed, if each is so of one."""
     near_WH = None
     # Small values tell columns apart, and large ones whether a gate has bounds.
-    for values_TW in (_told_apart(_width(product)) * size for size in (1.0, _LARGE, -_LARGE)):
-        gate_TH = _Run({product: values_TW.view(_shape(product)), **numbers})(gate)
+    for values_TW in (_told_apart(width_of(product)) * size for size in (1.0, _LARGE, -_LARGE)):
+        gate_TH = Run({product: values_TW.view(shape_of(product)), **numbers})(gate)
         if gate_TH.dim() != 2 or len(gate_TH) != TOKENS:
             return None
         candidates_TWH = compute(values_TW.unsqueeze(-1)).expand(-1, -1, gate_TH.shape[1])
@@ -202,13 +202,13 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
     leaves, visited, stack = list[fx.Node](), {node}, [node]
     while stack:
         current = stack.pop()
-        if current.target in _PRODUCTS or (current.op in _INPUTS and _is_tensor(current)):
+        if current.target in _PRODUCTS or (current.op in _INPUTS and is_tensor(current)):
             leaves.append(current)
             continue
         if current.op in _INPUTS:
             continue  # a size
-        if not (_is_pointwise(current) if between is None else current.target in between):
-            if _is_tensor(current):
+        if not (is_pointwise(current) if between is None else current.target in between):
+            if is_tensor(current):
                 raise NotMovedError
             continue
         new = [source for source in current.all_input_nodes if source not in visited]
@@ -219,31 +219,38 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
     return leaves
 
 
-def _is_tensor(node: fx.Node) -> bool:
+def is_tensor(node: fx.Node) -> bool:
+    """Return whether a node is no size."""
     return not isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether a node computes value by value, or moves them."""
     if node.target is aten._to_copy.default:
         return set(node.kwargs) <= {"dtype"}
     is_cast = node.target is torch.ops.prims.convert_element_type.default
     return is_cast or node.target in MOVES or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _width(product: fx.Node) -> int:
+def width_of(product: fx.Node) -> int:
+    """Return how many values a row of a product has.
+
+    Raises:
+        NotMovedError: That varies.
+    """
     width = product.meta["val"].shape[-1]
     if not isinstance(width, int):
         raise NotMovedError
     return width
 
 
-def _shape(product: fx.Node) -> tuple[int, ...]:
+def shape_of(product: fx.Node) -> tuple[int, ...]:
     """Return the shape of a product of so many tokens as the numbers have."""
     before = product.meta["val"].dim() - 2
-    return (*(1,) * before, TOKENS, _width(product))
+    return (*(1,) * before, TOKENS, width_of(product))
 
 
-class _Run:
+class Run:
     """Runs what makes a node, with numbers in the place of products and parameters."""
 
     def __init__(self, numbers: Mapping[fx.Node, Tensor]) -> None:
@@ -256,7 +263,7 @@ class _Run:
         return self.values[node]
 
     def _compute(self, node: fx.Node) -> Any:
-        if not _is_tensor(node) or node.op in _INPUTS or not callable(node.target):
+        if not is_tensor(node) or node.op in _INPUTS or not callable(node.target):
             return size_of(node, self._tokens())
         arguments, options = fx.map_arg((node.args, node.kwargs), self)
         return node.target(*arguments, **options)

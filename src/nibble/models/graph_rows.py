@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from nibble.kernels import collectives, experts, linear, quantized_linear, router, topk
+from nibble.kernels import collectives, experts, gated, linear, quantized_linear, router, topk
 
 aten = torch.ops.aten
 assert (
-    collectives and experts and linear and quantized_linear and router and topk
+    collectives and experts and gated and linear and quantized_linear and router and topk
 )  # which define the operators
 _MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Which argument has rows."""
 _LAYERS = frozenset(
     getattr(torch.ops.nibble, name).default
-    for name in ("linear", "quantized_linear", "experts_layer", "experts_routed_layer")
+    for name in ("linear", "gated_linear", "quantized_linear", "experts_layer", "experts_routed_layer")
 )
 _OF_ROWS = _LAYERS | {getattr(torch.ops.nibble, name).default for name in ("route", "topk", "all_reduce")}
 """Operators of tensors of rows, which are the last dimension but one."""

@@ -181,6 +181,14 @@ def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, 
     return statistics.median(times)
 
 
+def is_served(weight_NK: Tensor, rows: int) -> bool:
+    """Return whether Triton was right and faster in the trial for a large weight and so many rows."""
+    return any(
+        rows <= most and _is_faster.get(_key(weight_NK, tried), False)
+        for tried, most in ((FEW, MMA_ROWS), (SEVERAL, MOST_ROWS))
+    )
+
+
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Compute x W^T + b for a weight that serves() accepts.
 

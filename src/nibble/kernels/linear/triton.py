@@ -29,12 +29,20 @@ LINE_VALUES = tl.constexpr(LINE // 2)
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Multiply all rows with BN rows of the weight. Grid: outputs / BN.
+                  BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, GATED: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """Multiply all rows with BN rows of the weight. Grid: rows of the weight / BN.
 
     LINES: lines of each row of the weight that are brought to the cache while the kernel in front still runs.
+    GATED: the weight has `outputs` rows of gates, and as many of what they gate; of each a program has half.
     """
-    n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, M), tl.arange(0, BK)
+    m, k = tl.arange(0, M), tl.arange(0, BK)
+    if GATED:
+        HALF: tl.constexpr = BN // 2
+        i = tl.arange(0, BN)
+        n = tl.program_id(0) * HALF + i % HALF + i // HALF * outputs
+    else:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     if PDL:
         line = weight + n[:, None].to(tl.int64) * K + tl.arange(0, LINES)[None, :] * LINE_VALUES
@@ -49,7 +57,19 @@ def linear_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr
         sum_NM = tl.dot(weight_NK, tl.load(x_at + start, mask=live, other=0.0), sum_NM)
     if bias is not None:
         sum_NM += tl.load(bias + n)[:, None].to(tl.float32)
-    tl.store(out + m[None, :] * outputs + n[:, None], sum_NM.to(out.dtype.element_ty), mask=live)
+    y_NM = sum_NM.to(out.dtype.element_ty)
+    if GATED:
+        gate_NM, up_NM = tl.split(tl.permute(tl.reshape(y_NM, [2, HALF, M]), [1, 2, 0]))
+        y_NM = silu_gate(gate_NM, up_NM)
+        n = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    tl.store(out + m[None, :] * outputs + n[:, None], y_NM, mask=live)
+
+
+@triton.jit
+def silu_gate(gate, up):
+    """Return silu(gate) * up, in float32, rounded as they are."""
+    wide = gate.to(tl.float32)
+    return (wide * tl.sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +110,33 @@ def tile_of(outputs: int, inputs: int, item: int, gpu: GPU, rows: int = MMA_ROWS
     return replace(tile, stages=min(tile.stages, gpu.memory // step))
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | None = None) -> Tensor:
-    """Compute x W^T + b.
+def linear(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | None = None, gated: bool = False
+) -> Tensor:
+    """Compute x W^T + b, or of it silu(the first half) * the second.
 
     Args:
         x: [..., K], of MMA_ROWS rows or a few times as many.
         weight_NK: Contiguous; N a multiple of 32 and K of 256.
         bias_N: Added to each row, if there is one.
         tile: Another tile than the fastest.
+        gated: The halves of outputs are joined; N is a multiple of twice as many.
 
     Returns:
-        [..., N] in the dtype of x.
+        [..., N] in the dtype of x, [..., N / 2] if gated.
     """
     n, k = weight_NK.shape
+    outputs = n // 2 if gated else n
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     gpu = gpu_of(x.device)
     rows = max(next_power_of_2(len(x_MK)), MMA_ROWS)
     tile, options = tile or tile_of(n, k, x.itemsize, gpu, rows), launch_options(gpu)
     lines = _power_of_2_within(min(tile.stages * tile.inputs, k) * x.itemsize // LINE)
     linear_kernel[(n // tile.outputs,)](
-        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, rows, tile.outputs, tile.inputs,
-        tile.stages, lines, bool(options), num_warps=tile.warps, **options,
+        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), outputs, k, rows, tile.outputs, tile.inputs,
+        tile.stages, lines, gated, bool(options), num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,118 @@
+"""Gated products in CUDA C++ (gated_sm90.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nibble.kernels import SM90, cdiv, gpu_of, import_problem
+
+if TYPE_CHECKING:
+    from nibble.kernels.nvrtc import Kernel
+
+SOURCE = Path(__file__).with_name("gated_sm90.cu")
+BLOCKS, ROWS, OUTPUTS, INPUTS = 2, 128, 128, 64
+"""Blocks of a cluster, rows and outputs of a block's tile, inputs of a stage."""
+THREADS, WARP_ROWS, COLUMN = 384, 16, 64
+"""Threads of a block, rows of a warp, values of 16 bits in a row of a box."""
+STAGES, ALIGNMENT = 4, 1024
+SHARED = 2 * (STAGES * (ROWS + 2 * OUTPUTS) * INPUTS + ROWS * OUTPUTS) + ALIGNMENT
+"""Bytes of shared memory of a block: stages, outputs, and room to align them."""
+ALIGNED = 8
+"""Values of 16 bytes, of which the tensor copy engine wants whole ones."""
+BAND = 8
+"""Rows of tiles, each of 256 rows, whose columns are taken together at most."""
+STAGGER = 3
+"""Stages that one half of a block is ahead of the other; fewer than STAGES."""
+ROUNDS_SILU = False
+"""Inductor computes silu and the product behind it in float32, and rounds once (emulate_precision_casts is off)."""
+
+
+def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
+    """Return whether the kernel multiplies with a contiguous weight.
+
+    Args:
+        shape: 2N and K.
+        dtype: Of the weight, and of what it is multiplied with.
+        arch: Compute capability, as GPU.arch has it.
+    """
+    rows, inputs = shape
+    return (
+        arch == SM90
+        and dtype == torch.bfloat16
+        and rows > 0 == rows % (2 * ALIGNED)
+        and inputs > 0 == inputs % ALIGNED
+        and not import_problem("cuda.bindings")
+    )
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    rounds_silu: bool = ROUNDS_SILU,
+    band: int = BAND,
+    stagger: int = STAGGER,
+) -> Tensor:
+    """Return silu(x Wg^T) * (x Wu^T), as naive.gated_linear() does.
+
+    Args:
+        x: [..., K] in bfloat16.
+        weight: [2N, K] in bfloat16, gates first; contiguous, from a multiple of 16 bytes on.
+        rounds_silu: Whether silu is rounded before it is a factor.
+        band: Rows of tiles that share columns of the weight.
+        stagger: See STAGGER.
+
+    Returns:
+        [..., N] in bfloat16.
+
+    Raises:
+        BackendError: The driver refuses the tensors or the launch.
+    """
+    from nibble.kernels.nvrtc import INT
+    from nibble.kernels.tensor_map import tensor_map
+
+    (double, inputs), device = weight.shape, weight.device
+    out = x.new_empty(*x.shape[:-1], double // 2)
+    if not out.numel():
+        return out
+    x_TK, out_TN = _copyable(x.reshape(-1, inputs)), out.view(-1, double // 2)
+    outputs, rows = out_TN.shape[1], cdiv(len(x_TK), BLOCKS * ROWS)
+    columns, steps = cdiv(outputs, OUTPUTS), cdiv(inputs, INPUTS)
+    # Bands of about the same size: a small one would read the whole weight for few rows.
+    band = cdiv(rows, cdiv(rows, band))
+    # Clusters stay for all their tiles. Processors come in pairs, so that each pair has one.
+    clusters = min(gpu_of(device).processors // BLOCKS, rows * columns)
+    maps = (
+        tensor_map(x_TK, (ROWS, COLUMN)),
+        tensor_map(weight, (OUTPUTS, COLUMN)),
+        tensor_map(out_TN, (WARP_ROWS, COLUMN)),
+    )
+    sizes = rows, columns, band, steps, outputs
+    types = (*(None,) * len(maps), *(INT,) * len(sizes))
+    _kernel(device, stagger, rounds_silu).launch(BLOCKS * clusters, THREADS, SHARED, types, (*maps, *sizes))
+    return out
+
+
+def _copyable(x_TK: Tensor) -> Tensor:
+    """Return rows as the tensor copy engine takes them: in 16-byte pieces."""
+    row, value = x_TK.stride()
+    is_copyable = value == 1 and row >= x_TK.shape[1] and not (row | x_TK.data_ptr() // 2) % ALIGNED
+    return x_TK if is_copyable else x_TK.clone(memory_format=torch.contiguous_format)
+
+
+def macros(stagger: int = STAGGER, rounds_silu: bool = ROUNDS_SILU) -> dict[str, int]:
+    """Return the macros of gated_sm90.cu."""
+    return {"STAGES": STAGES, "STAGGER": stagger, "ROUND_SILU": int(rounds_silu)}
+
+
+@cache
+def _kernel(device: torch.device, stagger: int, rounds_silu: bool) -> Kernel:
+    from nibble.kernels.nvrtc import Kernel, code_of
+
+    return Kernel(code_of(SOURCE, f"{SM90}a", macros(stagger, rounds_silu)), "gated_linear", SHARED)

@@ -1,0 +1,140 @@
+"""Gates behind the first products of MLPs, in the graph of a compiled model: one operator computes both.
+
+A family's MLP multiplies by two weights, which are one here (linear.py), and joins the halves of the outputs. A kernel
+that has a value of each half joins them before it stores anything (kernels/gated). As for projections
+(graph_projections.py), the formula is not read off the graph: what stands behind a product must compute values one by
+one, and it is run over random ones.
+
+Shape suffixes: T tokens, N values of a half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nibble.kernels import gated, linear
+from nibble.kernels.experts.gate import SILU, Gate
+from nibble.kernels.experts.gate import gated as joined
+from nibble.models.graph_convolutions import TOKENS, NotMovedError
+from nibble.models.graph_projections import Run, is_pointwise, is_tensor, shape_of, width_of
+
+aten = torch.ops.aten
+assert linear  # which defines the operator
+_LINEAR, _GATED = torch.ops.nibble.linear.default, torch.ops.nibble.gated_linear.default
+_TOLERANCE = 0.02
+"""Of values that are rounded to 16 bits, some of them twice."""
+_SMALL = 1e-3
+"""Of values whose rounding is not that of their size, as the tails of a sigmoid."""
+_SIZES = (1.0, 30.0)
+"""Of random values: small ones tell gates apart, large ones whether a gate has bounds."""
+
+
+def join_gates(graph: fx.Graph, device: str) -> int:
+    """Join products with the gates behind them, in place, on one type of device; return how many."""
+    count = 0
+    for target in (_LINEAR, aten.mm.default):
+        for product in graph.find_nodes(op="call_function", target=target):
+            operands = _operands(product)
+            if operands and product.meta["val"].device.type == device:
+                count += _join(graph, product, *operands)
+    return count
+
+
+def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return x and the weight of a product that the kernels may compute with what is behind it."""
+    x, weight, *bias = product.args
+    if product.target is aten.mm.default:
+        if not isinstance(weight, fx.Node) or weight.target is not aten.permute.default:
+            return None
+        weight = weight.args[0]
+    elif any(bias):
+        return None
+    if (
+        not isinstance(x, fx.Node)
+        or not isinstance(weight, fx.Node)
+        or weight.op not in ("placeholder", "get_attr")
+    ):
+        return None
+    return (x, weight) if gated.may_serve(weight.meta["val"]) else None
+
+
+def _join(graph: fx.Graph, product: fx.Node, x: fx.Node, weight: fx.Node) -> bool:
+    reached = _behind(product)
+    for gate in reached:
+        between = _between(gate, reached)
+        users = {user for node in (product, *between) for user in node.users}
+        if users == {*between, gate} and _is_gate(product, gate):
+            _replace(graph, gate, x, weight)
+            for node in (gate, *reversed(between), product):
+                graph.erase_node(node)
+            return True
+    return False
+
+
+def _behind(product: fx.Node) -> list[fx.Node]:
+    """Return what is computed of a product alone, value by value, in the order of the graph."""
+    reached, node = {product: None}, product.next
+    while node.op != "output":
+        tensors = [source for source in node.all_input_nodes if is_tensor(source)]
+        if tensors and all(source in reached for source in tensors) and is_pointwise(node):
+            reached[node] = None
+        node = node.next
+    return list(reached)[1:]
+
+
+def _between(gate: fx.Node, reached: list[fx.Node]) -> list[fx.Node]:
+    """Return what of `reached` a node is made of, in the order of the graph."""
+    made_of, stack = set[fx.Node](), [gate]
+    while stack:
+        new = set(stack.pop().all_input_nodes) - made_of
+        made_of |= new
+        stack += new
+    return [node for node in reached if node in made_of]
+
+
+def _is_gate(product: fx.Node, gate: fx.Node) -> bool:
+    """Return whether a node is the gate that kernels compute, of the halves of a product."""
+    value, y = gate.meta["val"], product.meta["val"]
+    # The rows are the same, with or without a dimension of 1 in front.
+    sizes = (*y.shape[:-1], y.shape[-1] // 2)
+    if not isinstance(value, Tensor) or value.dtype != y.dtype or tuple(value.shape) not in (sizes, (1, *sizes), sizes[1:]):
+        return False
+    try:
+        with unset_fake_temporarily():  # which compilers' passes run under
+            return all(_is_gated(product, gate, size) for size in _SIZES)
+    # What is between may not run over other numbers of tokens.
+    except (NotMovedError, RuntimeError):
+        return False
+
+
+def _is_gated(product: fx.Node, gate: fx.Node, size: float) -> bool:
+    value, width = gate.meta["val"], width_of(product)
+    y = size * torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0))
+    y = y.to(value.dtype)
+    computed, expected = Run({product: y.view(shape_of(product))})(gate), joined(y, Gate(SILU))
+    return torch.allclose(
+        computed.float().view(expected.shape), expected.float(), rtol=_TOLERANCE, atol=_SMALL * size
+    )
+
+
+def _replace(graph: fx.Graph, gate: fx.Node, x: fx.Node, weight: fx.Node) -> None:
+    """Put the operator in the place of a gate."""
+    dims = gate.meta["val"].dim() - x.meta["val"].dim()
+    with graph.inserting_before(gate):
+        node = _call(graph, _GATED, x, weight)
+        if dims:
+            node = _call(graph, aten.unsqueeze.default if dims > 0 else aten.squeeze.dim, node, 0)
+    gate.replace_all_uses_with(node)
+
+
+def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
+    """Add a call, and what it is known to return."""
+    node = graph.call_function(target, arguments)
+    values = fx.map_arg(arguments, lambda part: part.meta["val"])
+    with values[0].fake_mode:
+        node.meta["val"] = target(*values)
+    return node

@@ -1,0 +1,124 @@
+"""Gates behind products, in graphs of compiled models: which become one operator, and that results stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+from nibble.kernels import gated, linear
+from nibble.models import graph_passes
+
+HIDDEN, HALF = 256, 64
+_SEED = torch.Generator().manual_seed(0)
+X = torch.randn(1, 5, HIDDEN, generator=_SEED).bfloat16()
+WEIGHT = (torch.randn(2 * HALF, HIDDEN, generator=_SEED) / 8).bfloat16()
+DOWN = torch.randn(HIDDEN, HALF, generator=_SEED).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "MIN_BYTES", 0)
+
+
+class Compiler:
+    """Runs graphs as they are after the pass, and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        graph_passes.ReplaceOperators((), "cpu")(module.graph)
+        module.graph.lint()
+        module.recompile()
+        self.graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+
+def names(function: Callable[[Tensor, Tensor], Tensor], weight: Tensor = WEIGHT) -> list[str]:
+    """The operators of a function after the pass, which must compute the same, for other numbers of tokens too."""
+    torch.compiler.reset()
+    compiler = Compiler()
+    backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+    run = torch.compile(function, backend=backend, fullgraph=True)
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        for tokens in (x, torch.cat([x, x], 1)):
+            found, expected = run(tokens, weight).float(), function(tokens, weight).float()
+            assert (found - expected).norm() <= 0.01 * expected.norm()
+    (graph,) = compiler.graphs
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def joins(operators: list[str]) -> bool:
+    return "nibble.gated_linear.default" in operators
+
+
+def by_module(x: Tensor, weight: Tensor) -> Tensor:
+    y = linear.linear(x, weight)
+    return F.linear(F.silu(y[..., :HALF]) * y[..., HALF:], DOWN)
+
+
+def by_torch(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return F.linear(up * F.silu(gate), DOWN)
+
+
+def by_sigmoid(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = F.linear(x, weight).split(HALF, -1)
+    return (gate.float() * torch.sigmoid(gate.float()) * up.float()).to(x.dtype) + 1
+
+
+@pytest.mark.parametrize("function", [by_module, by_torch, by_sigmoid])
+def test_a_gate_is_joined(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    operators = names(function)
+    assert joins(operators) and operators.count("aten.mm.default") == (function is not by_sigmoid)
+    assert not any("sigmoid" in name or "exp.default" in name or "slice" in name for name in operators)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda y: F.gelu(y[..., :HALF], approximate="tanh") * y[..., HALF:],
+        lambda y: F.relu(y[..., :HALF]) * y[..., HALF:],
+        # The halves the other way round.
+        lambda y: F.silu(y[..., HALF:]) * y[..., :HALF],
+        # Neighbours.
+        lambda y: F.silu(y[..., ::2]) * y[..., 1::2],
+        # Bounds.
+        lambda y: F.silu(y[..., :HALF].clamp(max=7)) * y[..., HALF:],
+        # The product is wanted, too; then what is between.
+        lambda y: F.silu(y[..., :HALF]) * y[..., HALF:] * y.amax(),
+        lambda y: F.silu(y[..., :HALF]) * y[..., HALF:] + F.silu(y[..., :HALF]).amax(),
+        # Rows change places.
+        lambda y: F.silu(y[..., :HALF]) * y[..., HALF:].flip(1),
+    ],
+)
+def test_other_gates_stay(gate: Callable[[Tensor], Tensor]) -> None:
+    assert not joins(names(lambda x, weight: gate(F.linear(x, weight))))
+
+
+def test_products_with_a_bias_stay() -> None:
+    def biased(x: Tensor, weight: Tensor) -> Tensor:
+        y = linear.linear(x, weight, weight[:, 0].contiguous())
+        return F.silu(y[..., :HALF]) * y[..., HALF:]
+
+    assert not joins(names(biased))
+
+
+def test_small_and_odd_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(x: Tensor, weight: Tensor) -> Tensor:
+        y = F.linear(x, weight[:40])
+        return F.silu(y[..., :20]) * y[..., 20:]
+
+    assert not joins(names(odd))
+    monkeypatch.setattr(gated, "MIN_BYTES", WEIGHT.nbytes + 1)
+    assert not joins(names(by_torch))
