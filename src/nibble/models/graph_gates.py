@@ -101,7 +101,11 @@ def _is_gate(product: fx.Node, gate: fx.Node) -> bool:
     value, y = gate.meta["val"], product.meta["val"]
     # The rows are the same, with or without a dimension of 1 in front.
     sizes = (*y.shape[:-1], y.shape[-1] // 2)
-    if not isinstance(value, Tensor) or value.dtype != y.dtype or tuple(value.shape) not in (sizes, (1, *sizes), sizes[1:]):
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != y.dtype
+        or tuple(value.shape) not in (sizes, (1, *sizes), sizes[1:])
+    ):
         return False
     try:
         with unset_fake_temporarily():  # which compilers' passes run under

@@ -59,5 +59,7 @@ def test_the_operator_computes_the_definition(rows: int) -> None:
 
 def test_what_is_served() -> None:
     assert cuda.serves((28672, 4096), torch.bfloat16, 90)
-    assert not cuda.serves((28672, 4096), torch.float16, 90) and not cuda.serves((28672, 4096), torch.bfloat16, 100)
+    assert not cuda.serves((28672, 4096), torch.float16, 90) and not cuda.serves(
+        (28672, 4096), torch.bfloat16, 100
+    )
     assert not cuda.serves((28672, 4097), torch.bfloat16, 90)
