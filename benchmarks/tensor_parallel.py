@@ -1,13 +1,16 @@
 """Tensor parallelism on GPUs of one host: a decode step and prompts of one GPU and of several, random weights.
 
     python benchmarks/tensor_parallel.py --shape qwen3-32b [--tp 1,2] [--kv-format nvfp4] [--requests 8]
-        [--context 1024] [--prompt 16384] [--layers N] [--no-graphs] [--collectives] [--keep FOLDER] [--tiny]
+        [--context 1024] [--prompt 16384] [--layers N] [--weights fp8] [--options hisparse=on,expert_parallel=1]
+        [--serve 32x8192] [--no-graphs] [--collectives] [--keep FOLDER] [--tiny]
 
 **Gate**: logits of a prompt with several GPUs against those with one (the same random weights), by KL divergence and
-by the share of tokens whose likeliest is the same; and greedy answers of decode steps, as they are recorded, against
-logits of whole prompts: how often the chosen token is the likeliest there, or within 0.1 deviations of it.
-**Measured**: a decode step of the engine with so many requests (schedule, model, sampling, answers handed out), and
-the rate at which a prompt is computed. `--collectives` first times an all-reduce alone, in a CUDA graph, by NCCL and
+by the share of tokens whose likeliest is the likeliest of the other, or within 0.1 deviations of it (`same`); and
+greedy answers of decode steps, as they are recorded, against logits of whole prompts, by that share (`near`). Packed
+weights (`--weights`) are made by each rank for itself, so there `near` is all that is known.
+**Measured**: a decode step of the engine with so many requests (schedule, model, sampling, answers handed out), the
+rate at which a prompt is computed, and the tokens that the cache holds. `--serve` then runs so many requests with
+prompts of that length at the same time. `--collectives` first times an all-reduce alone, in a CUDA graph, by NCCL and
 as the engine chooses. NVLink multicast is not used: NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
@@ -29,7 +32,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from random_models import LARGE, PLAIN, SMALL, _queries, shape_config
+from largest import serve
+from packed_weights import KINDS
+from random_models import LARGE, PLAIN, SMALL, _queries, make, shape_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -37,6 +42,7 @@ from nibble import LLM, SamplingParams
 from nibble.engine import build, rank, ranks
 from nibble.models import hook
 from nibble.models.parallel import Division
+from nibble.models.quantization import Handling, parse
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
@@ -45,6 +51,10 @@ NO_MULTICAST = {
 GATE_TOKENS, ANSWER_TOKENS = 192, 24
 KL, SAME, NEAR = 2e-2, 0.9, 0.1
 STEPS, WARM_STEPS = 100, 10
+OF_SEVERAL = ("attention_dp", "expert_parallel")
+"""Options that one GPU does not have."""
+WEIGHTS = "NIBBLE_BENCHMARK_WEIGHTS"
+"""Tells ranks what --weights says."""
 
 
 @torch.inference_mode()
@@ -55,9 +65,19 @@ def make_part(
     device: str,
     *,
     division: Division | None = None,
+    handling: Handling = Handling.UNPACKED,
     **_: Any,
 ) -> nn.Module:
-    """A rank's part of a model with random weights, each made of a seed of its name, so that parts fit together."""
+    """A rank's part of a model with random weights, each made of a seed of its name, so that parts fit together.
+
+    Packed weights have one seed: what all ranks have is the same for all, and parts are alike.
+    """
+    if weights := os.environ.get(WEIGHTS):
+        del config.quantization_config
+        quantization = (
+            parse(KINDS[weights].config) if handling in (Handling.PACKED, Handling.EXPERTS) else None
+        )
+        return make(config, dtype, device, 0.0, quantization, linears=handling is Handling.PACKED)
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(
@@ -84,14 +104,17 @@ def make_part(
 @contextmanager
 def engine(options: argparse.Namespace, tp: int) -> Iterator[LLM]:
     """The engine of a shape, over so many GPUs."""
-    changes = {"num_hidden_layers": options.layers} if options.layers else {}
+    changes: dict[str, Any] = {"num_hidden_layers": options.layers} if options.layers else {}
+    if options.weights:
+        changes["quantization_config"] = KINDS[options.weights].config
     with tempfile.TemporaryDirectory() as folder:
         shape_config(options.shape, **changes).save_pretrained(Path(folder))
-        program = (sys.executable, __file__, "--rank")
+        program, running = (sys.executable, __file__, "--rank"), max(options.requests, served_by(options)[0])
+        own = {name: value for name, value in options.engine.items() if tp > 1 or name not in OF_SEVERAL}
         with mock.patch.object(build, "load", make_part), mock.patch.object(ranks, "PROGRAM", program):
             llm = LLM(
-                folder, tp=tp, kv_format=options.kv_format, kv_scales="one", max_running=options.requests,
-                max_context=options.prompt + 256, graphs=options.graphs, **PLAIN, **options.limits,
+                folder, tp=tp, kv_format=options.kv_format, kv_scales="one", max_running=running,
+                max_context=options.prompt + 256, graphs=options.graphs, **PLAIN, **options.limits, **own,
             )  # fmt: skip
         try:
             yield llm
@@ -106,15 +129,25 @@ def engine(options: argparse.Namespace, tp: int) -> Iterator[LLM]:
 
 @dataclass(frozen=True)
 class Result:
-    """One engine. logits_TV: of the gate's prompt. near: share of answers that are the likeliest, or nearly."""
+    """One engine. logits_TV: of the gate's prompt. near: share of answers that are the likeliest, or nearly.
+
+    tokens: that the cache holds, of all ranks with their own requests.
+    """
 
     tp: int
+    tokens: int
     start_s: float
     step_ms: float
     prompt_s: float
     near: float
     logits_TV: Tensor
     notes: tuple[str, ...]
+
+
+def served_by(options: argparse.Namespace) -> tuple[int, int]:
+    """Requests and tokens of each of --serve."""
+    requests, _, prompt = options.serve.partition("x")
+    return int(requests or 0), int(prompt or 0)
 
 
 def tokens(count: int, seed: int, vocabulary: int) -> list[int]:
@@ -130,11 +163,16 @@ def measure(options: argparse.Namespace, tp: int) -> Result:
         near = answers_near(llm, options, vocabulary)
         step_ms = decode_step(llm, options, vocabulary)
         prompt_s = min(prompt_seconds(llm, tokens(options.prompt, 10 + i, vocabulary)) for i in range(3))
+        # With attention by requests each rank has its own.
+        fits = llm.engine.scheduler.manager.num_tokens * (tp if options.engine.get("attention_dp") else 1)
         print(
-            f"tp {tp}: step {step_ms:.3f} ms, prompt {prompt_s * 1e3:.1f} ms, answers near {near:.3f}",
+            f"tp {tp}: step {step_ms:.3f} ms, prompt {prompt_s * 1e3:.1f} ms, answers near {near:.3f}, "
+            f"{fits:,} tokens fit",
             flush=True,
         )
-        return Result(tp, start, step_ms, prompt_s, near, logits_TV, tuple(llm.engine.startup.notes))
+        if options.serve:
+            serve(llm, *served_by(options), ANSWER_TOKENS)
+        return Result(tp, fits, start, step_ms, prompt_s, near, logits_TV, tuple(llm.engine.startup.notes))
 
 
 def measured(options: argparse.Namespace, tp: int) -> Result:
@@ -142,7 +180,8 @@ def measured(options: argparse.Namespace, tp: int) -> Result:
     if not options.keep:
         return measure(options, tp)
     folder = Path(options.keep)
-    file = folder / f"{options.shape}-{options.layers}-{options.kv_format}-{options.requests}-tp{tp}.pt"
+    parts = options.shape, options.layers, options.kv_format, options.weights, options.options, f"tp{tp}"
+    file = folder / f"{'-'.join(map(str, parts))}.pt"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(asdict(measure(options, tp)), file)
@@ -159,8 +198,7 @@ def answers_near(llm: LLM, options: argparse.Namespace, vocabulary: int) -> floa
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = list(output.completions[0].token_ids)
         logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
-        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
+        hits.append(is_near(logits_TV, torch.tensor(answer, device=logits_TV.device)))
     return float(torch.cat(hits).float().mean())
 
 
@@ -201,10 +239,16 @@ def synchronize() -> None:
 
 
 def divergence(one_TV: Tensor, other_TV: Tensor) -> tuple[float, float]:
-    """Mean KL divergence, and the share of tokens whose likeliest is the same."""
+    """Mean KL divergence, and the share of tokens whose likeliest is that of the other, or near it."""
     p, q = one_TV.log_softmax(-1), other_TV.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).mean()
-    return float(kl), float((one_TV.argmax(-1) == other_TV.argmax(-1)).float().mean())
+    return float(kl), float(is_near(other_TV, one_TV.argmax(-1)).float().mean())
+
+
+def is_near(logits_TV: Tensor, tokens_T: Tensor) -> Tensor:
+    """Which tokens are the likeliest, or near it."""
+    chosen_T = logits_TV.gather(1, tokens_T[:, None])[:, 0]
+    return chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1)
 
 
 def collectives(size: int) -> None:
@@ -237,19 +281,27 @@ def report(options: argparse.Namespace, results: Sequence[Result]) -> bool:
     print(
         f"\n{options.shape}, {options.layers or 'all'} layers, {options.kv_format}, {options.requests} requests"
     )
-    print("tp  start s  step ms  times  prompt ms  tokens/s  times  KL       same   near")
+    print("tp  start s  step ms  times  prompt ms  tokens/s  times  tokens fit  times  KL       same   near")
     for result in results:
         kl, same = divergence(first.logits_TV, result.logits_TV)
-        good &= kl <= KL and same >= SAME and result.near >= SAME and bool(result.logits_TV.isfinite().all())
+        fits = options.weights or (kl <= KL and same >= SAME)
+        good &= bool(fits) and result.near >= SAME and bool(result.logits_TV.isfinite().all())
         print(
             f"{result.tp:2}  {result.start_s:7.0f}  {result.step_ms:7.3f}  {first.step_ms / result.step_ms:5.2f}  "
             f"{1e3 * result.prompt_s:9.1f}  {options.prompt / result.prompt_s:8.0f}  "
-            f"{first.prompt_s / result.prompt_s:5.2f}  {kl:.1e}  {same:.3f}  {result.near:.3f}"
+            f"{first.prompt_s / result.prompt_s:5.2f}  {result.tokens:10}  {result.tokens / first.tokens:5.2f}  "
+            f"{kl:.1e}  {same:.3f}  {result.near:.3f}"
         )
     for note in dict.fromkeys(note for result in results for note in result.notes):
         print(f"note: {note}")
     print("gate:", "holds" if good else "FAILS")
     return good
+
+
+def option(text: str) -> tuple[str, Any]:
+    """A name, and its value: 0 and 1 are no and yes."""
+    name, _, value = text.partition("=")
+    return name, {"0": False, "1": True}.get(value, value)
 
 
 def main() -> None:
@@ -262,6 +314,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=16384)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--weights", default="", help="packed, a name of packed_weights.KINDS")
+    parser.add_argument("--options", default="", help="of the engine beside, as name=value,name=value")
+    parser.add_argument("--serve", default="", help="requests x tokens of their prompts, at the same time")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     parser.add_argument("--collectives", action="store_true")
     parser.add_argument(
@@ -270,8 +325,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.limits = {}
+    options.engine = dict(map(option, filter(None, options.options.split(","))))
+    if options.weights:
+        os.environ[WEIGHTS] = options.weights
     if options.tiny:
-        options.shape, options.context, options.prompt, options.requests = "tiny", 24, 64, 3
+        options.shape = options.shape if options.shape.startswith("tiny") else "tiny"
+        options.context, options.prompt, options.requests = 24, 64, 3
         options.limits = {"kv_memory": "8MiB", "token_budget": 32, "device": "cpu"}
     sizes = list(map(int, options.tp.split(",")))
     if options.collectives:
