@@ -42,7 +42,7 @@ def unavailable_reason() -> str | None:
 
 def archs() -> tuple[int, ...]:
     """Return the compute capabilities that NVRTC compiles for, as 90 for 9.0."""
-    return tuple(_check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
+    return tuple(check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
 
 
 def code_of(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> bytes | Future[bytes]:
@@ -69,7 +69,7 @@ def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> byt
     """
     text, headers = source.read_text(encoding="utf-8"), _headers(source.parent)
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros.items())]
-    version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    version = check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     # The key covers all that decides the machine code, the compiler's version included.
     key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
     path = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
@@ -89,7 +89,7 @@ def _headers(folder: Path) -> dict[str, str]:
 
 def _compile(text: str, name: str, headers: Mapping[str, str], options: list[str]) -> bytes:
     names, texts = ([part.encode() for part in parts] for parts in (headers, headers.values()))
-    program = _check(
+    program = check(
         nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), texts, names), "nvrtcCreateProgram"
     )
     try:
@@ -97,13 +97,13 @@ def _compile(text: str, name: str, headers: Mapping[str, str], options: list[str
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # The bindings write into the bytes that they are given.
-            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
             nvrtc.nvrtcGetProgramLog(program, log)
             raise BackendError(
                 f"NVRTC cannot compile {name} with {' '.join(options)}: {log.decode().strip()}"
             )
-        code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
-        _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        code = b" " * check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
         return code
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -143,12 +143,12 @@ class Kernel:
 
     def _load(self, code: bytes) -> None:
         torch.cuda.current_stream()  # makes torch's context current
-        self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        function = _check(driver.cuModuleGetFunction(self._module, self._name.encode()), self._name)
+        self._module = check(driver.cuModuleLoadData(code), "cuModuleLoadData")
+        function = check(driver.cuModuleGetFunction(self._module, self._name.encode()), self._name)
         # A kernel must request more than 48 KiB of dynamic shared memory before its launch.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         what = f"{self._shared} bytes of shared memory"
-        _check(driver.cuFuncSetAttribute(function, attribute, self._shared), what)
+        check(driver.cuFuncSetAttribute(function, attribute, self._shared), what)
         self._function = function
 
     def launch(
@@ -185,7 +185,7 @@ class Kernel:
         config.sharedMemBytes, config.hStream = shared, torch.cuda.current_stream().cuda_stream
         if starts_early:
             config.attrs, config.numAttrs = [_starts_early()], 1
-        _check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "cuLaunchKernelEx")
+        check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "cuLaunchKernelEx")
 
 
 @cache
@@ -196,7 +196,7 @@ def _starts_early() -> driver.CUlaunchAttribute:
     return attribute
 
 
-def _check(result: tuple[Any, ...], call: str) -> Any:
+def check(result: tuple[Any, ...], call: str) -> Any:
     """Return what a binding returned beside its status; raise BackendError if that is an error."""
     status, *values = result
     if status.value:

@@ -1,16 +1,16 @@
-"""Ranks that are processes: gloo on CPUs; on GPUs NCCL, and within a host symmetric memory for what is small.
+"""Ranks that are processes: gloo on CPUs; on GPUs NCCL, and within a host memory that all write to for what is small.
 
 On CPUs the sum is made from what all ranks have, in their order: a library's own would depend on where in a tensor a
 value lies, and an answer on the batch it came in.
 
-Symmetric memory is memory of each GPU that the others read and write: one launch adds up a decode step's few rows in
-the time that NCCL takes to begin. Multicast of NVLink is not used.
+A decode step's few rows are added up by one launch (push.py) in a third of the time that NCCL takes. Multicast of
+NVLink is not used.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,10 +24,8 @@ from nibble.kernels.collectives import Collectives, push
 dist: Any = torch.distributed  # whose stub leaves out what a build may lack
 TIMEOUT_S = 600.0
 """A rank that waits longer for another gives up; engine/ranks.py notices before."""
-SHARED_BYTES = 1 << 20
-"""Of symmetric memory: most bytes that are added up through it."""
 TRIED_BYTES = tuple(8192 << n for n in range(8))
-"""Sizes of sums that are timed at the start, up to SHARED_BYTES: a row of 4,096 values in BF16, twice that, ..."""
+"""Sizes of sums that are timed at the start, up to push.MOST_BYTES: a row of 4,096 values in BF16, twice that, ..."""
 CALLS, RUNS = 10, 5
 """Sums in a recorded graph that is timed, and how often it is."""
 Way = Callable[[Tensor], Tensor]
@@ -137,55 +135,46 @@ class NcclCollectives:
             timeout=timedelta(seconds=TIMEOUT_S),
         )  # fmt: skip
         self.barrier()
-        self._shared: Tensor | None = None
+        self._push: push.PushSum | None = None
         self._ways: list[Way] = []
-        """By size (TRIED_BYTES) the fastest way to add up; larger sums go through NCCL."""
+        """By size (TRIED_BYTES) the faster way to add up; larger sums go through NCCL."""
         # Of several hosts some ranks would wait for ever for what others cannot send.
         self.note = self._share_memory() if one_host else "sums over hosts go through NCCL"
-        """What was measured, or why symmetric memory cannot be had."""
+        """What was measured, or why ranks do not write to one another's memory."""
 
     def _share_memory(self) -> str:
-        """Set symmetric memory up, where every rank can, and where it adds up as NCCL does; return the note."""
-        ways: dict[str, Way] = {"NCCL": self._by_nccl}
-        reasons = list[str]()
-        for name, prepare in (("one-shot", self._prepare_one_shot), ("push", self._prepare_push)):
-            # The second way is tried only where the first shows that ranks see one another's memory.
-            if not reasons:
-                way, reason = self._tried(prepare)
-                if way:
-                    ways[name] = way
-                else:
-                    reasons.append(f"{name}: {reason}")
-        return "; ".join((self._choose(ways), *reasons))
-
-    def _tried(self, prepare: Callable[[], Way]) -> tuple[Way | None, str]:
-        """Return a way to add up, None where a rank cannot or where it is wrong, and why."""
-        way, reason = None, "another rank cannot"
+        """Let ranks write to one another's memory, if all can and add up as NCCL does; return the note."""
+        reason = "another rank cannot"
         try:
-            way = prepare()
-        except Exception as failure:  # of all kinds: symmetric memory is a part of torch that is not stable
-            reason = f"{type(failure).__name__}: {failure}"
-        if not self._all_agree(way is not None):
-            return None, reason
-        assert way is not None
-        # Small integers, whose sums are exact in any order. Twice, and once more: memory is used in turns.
-        x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
-        equal = [bool((way(x + i) == self._by_nccl(x + i)).all()) for i in range(3)]
-        return (way, "") if self._all_agree(all(equal)) else (None, "it does not add up as NCCL does")
+            self._push = self._prepare_push()
+        except Exception as error:  # of all kinds: drivers, packages, compilers
+            reason = f"{type(error).__name__}: {error}"
+        if self._all_agree(self._push is not None):
+            assert self._push is not None
+            # Small integers, whose sums are exact in any order. Three times: memory is used in turns.
+            x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
+            equal = [bool((self._push(x + i) == self._by_nccl(x + i)).all()) for i in range(3)]
+            if self._all_agree(all(equal)):
+                return self._choose((self._by_nccl, self._push))
+            reason = "they do not add up as NCCL does"
+        return f"sums of few rows go through NCCL: ranks cannot write to one another's memory ({reason})"
 
-    def _choose(self, ways: Mapping[str, Way]) -> str:
-        """Keep the fastest way by size, as rank 0 measures it; return what it measured, in microseconds."""
-        if len(ways) == 1:
-            return "sums over GPUs go through NCCL"
+    def _prepare_push(self) -> push.PushSum:
+        from nibble.kernels.collectives.peer_memory import PeerMemory
+
+        memory = PeerMemory(push.memory_bytes(self.size), self.rank, self.device, self.all_gather)
+        return push.PushSum(memory, self.rank, self.device)
+
+    def _choose(self, ways: Sequence[Way]) -> str:
+        """Keep the faster way by size, as rank 0 measures it; return what it measured, in microseconds."""
         lines = list[str]()
         for size in TRIED_BYTES:
             x = torch.ones(size // 2, dtype=torch.bfloat16, device=self.device)
-            tried = [way for name, way in ways.items() if name != "push" or size <= push.MOST_BYTES]
-            times = torch.tensor([_graph_us(partial(way, x)) for way in tried], device=self.device)
+            times = torch.tensor([_graph_us(partial(way, x)) for way in ways], device=self.device)
             dist.broadcast(times, 0)
-            self._ways.append(tried[int(times.argmin())])
+            self._ways.append(ways[int(times.argmin())])
             lines.append(f"{size >> 10}K: {' / '.join(f'{us:.1f}' for us in times.tolist())}")
-        return f"sums over GPUs in us, {' / '.join(ways)}: {', '.join(lines)}"
+        return f"sums over GPUs in us, NCCL / push: {', '.join(lines)}"
 
     def _all_agree(self, mine: bool) -> bool:
         votes = torch.tensor([float(mine)], device=self.device)
@@ -196,25 +185,15 @@ class NcclCollectives:
         """Return the sum over all ranks."""
         x = x.contiguous()
         # The size is known as the launch is recorded, and the same on all ranks.
-        if x.dtype != torch.bfloat16 or not 0 < x.nbytes <= SHARED_BYTES or x.nbytes % 16 or not self._ways:
+        if (
+            x.dtype != torch.bfloat16
+            or not 0 < x.nbytes <= push.MOST_BYTES
+            or x.nbytes % 16
+            or not self._ways
+        ):
             return self._by_nccl(x)
         way = next(way for way, size in zip(self._ways, TRIED_BYTES, strict=True) if x.nbytes <= size)
         return way(x)
-
-    def _prepare_one_shot(self) -> Way:
-        self._shared, _ = _symmetric_memory(SHARED_BYTES, self.device)
-        return self._one_shot
-
-    def _prepare_push(self) -> Way:
-        # Nobody sends before all have agreed, for which all have cleared what they receive in.
-        return push.PushSum(*_symmetric_memory(push.memory_bytes(self.size), self.device))
-
-    def _one_shot(self, x: Tensor) -> Tensor:
-        assert self._shared is not None
-        part = self._shared[: x.numel()]
-        part.copy_(x.view(-1))
-        y: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", _group_name())
-        return y.view(x.shape)
 
     def _by_nccl(self, x: Tensor) -> Tensor:
         y = x.clone()
@@ -237,8 +216,9 @@ class NcclCollectives:
 
     def close(self, *, abort: bool = False) -> None:
         """End the group; `abort` where another rank is gone, for which kernels would wait for ever."""
-        self._shared = None
         self._ways = []
+        if self._push is not None:
+            self._push.close(abort=abort)
         if abort:
             dist.distributed_c10d._abort_process_group()
         else:
@@ -265,17 +245,3 @@ def _graph_us(run: Callable[[], Tensor]) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return 1e3 * min(times) / CALLS
-
-
-def _symmetric_memory(size: int, device: torch.device) -> tuple[Tensor, Any]:
-    """Return bytes that all ranks of the process's group share, as bfloat16, and torch's way to those of the others."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    memory = symm_mem.empty(size // 2, dtype=torch.bfloat16, device=device)
-    return memory, symm_mem.rendezvous(memory, group=_group_name())
-
-
-def _group_name() -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    return group.group_name

@@ -20,11 +20,21 @@ DEVICE void send(uint4* packet, uint2 values, u32 number) {
                :: "l"(packet), "r"(values.x), "r"(number), "r"(values.y) : "memory");
 }
 
-DEVICE uint2 awaited(const uint4* packet, u32 number) {
-  uint4 r;
-  do r = received(packet);
-  while (r.y != number || r.w != number);
-  return make_uint2(r.x, r.z);
+constexpr u32 LOOK = 1 << 14;  // looks for a packet after which the host is asked whether to go on
+
+DEVICE bool is_stopped(const int* stop) {
+  int r;
+  asm volatile("ld.volatile.global.s32 %0,[%1];" : "=r"(r) : "l"(stop) : "memory");
+  return r;
+}
+
+// Zeros where the host has stopped it.
+DEVICE uint2 awaited(const uint4* packet, u32 number, const int* stop) {
+  for (u32 looks = 1;; looks++) {
+    uint4 r = received(packet);
+    if (r.y == number && r.w == number) return make_uint2(r.x, r.z);
+    if (looks % LOOK == 0 && is_stopped(stop)) return make_uint2(0, 0);
+  }
 }
 
 // Adds a pair of bfloat16.
@@ -33,9 +43,9 @@ DEVICE void add(float* sums, u32 pair) {
 }
 
 // y = the sum of x over all ranks, in their order, in float32.
-// memory: of each rank, where it receives [2, RANKS, MOST] packets. numbers: of each block, its last sum's.
+// memory: of each rank, where it receives [2, RANKS, MOST] packets. numbers: of each block, its last sum's. stop: of the host.
 extern "C" __global__ void __launch_bounds__(THREADS)
-push_sum(const uint2* x, uint2* y, const u64* memory, u32* numbers, int packets, int rank) {
+push_sum(const uint2* x, uint2* y, const u64* memory, u32* numbers, const int* stop, int packets, int rank) {
   const int at = blockIdx.x * THREADS + threadIdx.x;
   const bool live = at < packets;
   uint4* to[RANKS];
@@ -52,7 +62,7 @@ push_sum(const uint2* x, uint2* y, const u64* memory, u32* numbers, int packets,
     float sums[4] = {};
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
-      const uint2 part = r == rank ? own : awaited(to[rank] + half + r * MOST, number);
+      const uint2 part = r == rank ? own : awaited(to[rank] + half + r * MOST, number, stop);
       add(sums, part.x), add(sums + 2, part.y);
     }
     y[at] = make_uint2(pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]));

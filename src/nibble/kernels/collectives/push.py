@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nibble.kernels import SM90, cdiv, gpu_of
 
+if TYPE_CHECKING:
+    from nibble.kernels.collectives.peer_memory import PeerMemory
+
 SOURCE = Path(__file__).with_name("push.cu")
 THREADS = 256
 PACKET_BYTES, VALUES_BYTES = 16, 8
 """Of a packet, and of the values in it."""
-MOST_BYTES = 256 << 10
-"""Of a sum: 32 rows of 4,096 values in BF16. All blocks of a launch run at a time, as they wait for other GPUs."""
+MOST_BYTES = 1 << 20
+"""Of a sum: 128 rows of 4,096 values in BF16."""
 MOST_PACKETS = MOST_BYTES // VALUES_BYTES
 
 
@@ -38,33 +41,42 @@ def macros(size: int) -> dict[str, int]:
 class PushSum:
     """The sum over the ranks of a group, of at most MOST_BYTES in BF16. All ranks call the same, in the same order."""
 
-    def __init__(self, memory: Tensor, shared: Any) -> None:
-        """Prepare the kernel, and clear what this rank receives in, before any rank sends.
+    def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
+        """Prepare the kernel.
 
         Args:
-            memory: memory_bytes() of this rank, which the others write to.
-            shared: torch's handle to those of all ranks (_SymmetricMemory).
+            memory: memory_bytes() of each rank; all have cleared theirs before any sends.
+            rank: of this process.
+            device: of this rank.
         """
-        self._memory, self._shared = memory.zero_(), shared
-        self._rank, self._size = shared.rank, shared.world_size
-        parts = [shared.get_buffer(rank, memory.shape, memory.dtype) for rank in range(self._size)]
-        self._addresses = torch.tensor([part.data_ptr() for part in parts], device=memory.device)
-        self._numbers = torch.zeros(cdiv(MOST_PACKETS, THREADS), dtype=torch.int32, device=memory.device)
-        gpu = gpu_of(memory.device)
+        self._memory, self._rank, size = memory, rank, len(memory.addresses)
+        self._addresses = torch.tensor(memory.addresses, device=device)
+        self._numbers = torch.zeros(cdiv(MOST_PACKETS, THREADS), dtype=torch.int32, device=device)
+        # In memory of the host, which a kernel that waits for a rank that is gone reads now and then.
+        self._is_stopped = torch.zeros(1, dtype=torch.int32).pin_memory()
+        gpu = gpu_of(device)
         self._starts_early = gpu.arch >= SM90
-        self._kernel = _kernel(gpu.arch, memory.device.index or 0, self._size)
+        self._kernel = _kernel(gpu.arch, device.index or 0, size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the sum of `x`, contiguous in BF16, a multiple of 16 bytes."""
         from nibble.kernels.nvrtc import INT, POINTER
 
         y, packets = torch.empty_like(x), x.nbytes // VALUES_BYTES
-        tensors = (x, y, self._addresses, self._numbers)
+        tensors = (x, y, self._addresses, self._numbers, self._is_stopped)
         self._kernel.launch(
             cdiv(packets, THREADS), THREADS, 0, (*(POINTER,) * len(tensors), INT, INT),
             (*(tensor.data_ptr() for tensor in tensors), packets, self._rank), starts_early=self._starts_early,
         )  # fmt: skip
         return y
+
+    def close(self, *, abort: bool = False) -> None:
+        """Let go of the memory; `abort`: only end kernels that wait for other ranks."""
+        if abort:
+            self._is_stopped.fill_(1)
+        else:
+            torch.cuda.synchronize(self._addresses.device)
+            self._memory.close()
 
 
 @cache
