@@ -17,7 +17,7 @@ from nibble.models.quantization import Handling, Weights
 SIZES = (2, 4, 8)
 """Numbers of GPUs that a plan proposes."""
 COLLECTIVES = 768 << 20
-"""Bytes that NCCL and symmetric memory take of each GPU."""
+"""Bytes that NCCL, and memory that ranks write to, take of each GPU."""
 
 
 def of_rank(hardware: Hardware, size: int) -> Hardware:
