@@ -27,14 +27,14 @@ def test_a_rank_takes_the_trials_of_rank_0() -> None:
     from nibble.kernels import linear
 
     weight = torch.randn(8, 4)
-    path = linear._trial_path(weight, linear.FEW)
-    key = linear._key(weight, linear.FEW)
+    path = linear._trial_path(weight, linear.MMA_ROWS)
+    key = linear._key(weight, linear.MMA_ROWS)
     try:
-        for result in (True, False):
-            linear._is_faster.pop(key, None)
+        for result in (linear.TRITON, linear.TORCH):
+            linear._fastest.pop(key, None)
             linear.of_rank_0[path.name] = result
-            assert linear._wins(weight, linear.FEW) is result
+            assert linear._fastest_of(weight, linear.MMA_ROWS) == result
     finally:
         linear.of_rank_0.clear()
-        linear._is_faster.pop(key, None)
+        linear._fastest.pop(key, None)
         linear.results.pop(path.name, None)

@@ -77,8 +77,8 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(twin, name, multiply)
     for outputs, kernel in ((op.NARROW, "narrow_linear"), (op.NARROW + 1, "linear")):
         weight = torch.randn(outputs, 4)
-        for more, least in ((False, op.MMA_ROWS), (True, op.MOST_ROWS)):
-            monkeypatch.setattr(op, "_is_faster", {op._key(weight, op.SEVERAL): more})
+        for way, least in ((op.TORCH, op.MMA_ROWS), (op.TRITON, 32)):
+            monkeypatch.setattr(op, "_fastest", {op._key(weight, 32): way})
             calls.clear()
             for rows, twins in ((1, 1), (least, 2), (least + 1, 2)):
                 x = torch.randn(1, rows, 4)
@@ -89,8 +89,12 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
-    monkeypatch.setattr(op, "_is_faster", {})
+    monkeypatch.setattr(op, "_fastest", {})
     return tmp_path
+
+
+def wins() -> bool:
+    return op._fastest_of(torch.randn(8, 4), op.MMA_ROWS) == op.TRITON
 
 
 @pytest.mark.usefixtures("cache")
@@ -101,49 +105,53 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_trial_decides(error: float, ms: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "narrow_linear", lambda x, w, b: F.linear(x, w, b) * (1 + error))
     monkeypatch.setattr(op, "_ms", lambda multiply, x, w: 2.0 if multiply is F.linear else ms)
-    assert op._wins(torch.randn(8, 4), op.FEW) is expected
+    assert wins() is expected
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_next_start_decides_alike(first: bool, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its trial would end otherwise, unless what is kept of the first is broken."""
     monkeypatch.setattr(twin, "narrow_linear", F.linear)
-    for wins, expected in ((first, first), (not first, first)):
-        monkeypatch.setattr(op, "_is_faster", {})
+    for faster, expected in ((first, first), (not first, first)):
+        monkeypatch.setattr(op, "_fastest", {})
         monkeypatch.setattr(
-            op, "_ms", lambda multiply, x, w, wins=wins: 2.0 - ((multiply is F.linear) != wins)
+            op, "_ms", lambda multiply, x, w, faster=faster: 2.0 - ((multiply is F.linear) != faster)
         )
-        assert op._wins(torch.randn(8, 4), op.FEW) is expected
+        assert wins() is expected
     (file,) = (cache / "linear").iterdir()
     file.write_text("tri")
-    monkeypatch.setattr(op, "_is_faster", {})
-    assert op._wins(torch.randn(8, 4), op.FEW) is not first
+    monkeypatch.setattr(op, "_fastest", {})
+    assert wins() is not first
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "narrow_linear", lambda *_: 1 / 0)
-    monkeypatch.setattr(op, "_is_faster", {})
-    assert not op._wins(torch.randn(8, 4), op.FEW)
+    monkeypatch.setattr(op, "_fastest", {})
+    assert not wins()
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(("few", "several"), [(False, False), (True, False), (True, True)])
-def test_a_trial_for_more_rows(few: bool, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a weight that is served at all has one, and a narrow one has none."""
-    rows = []
+@pytest.mark.parametrize(
+    "winners", [{}, {16: "triton"}, {64: "sm90"}, {16: "triton", 32: "sm90", 64: "sm90"}]
+)
+def test_trials_for_more_rows(winners: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow weight has one trial, others one for each number of rows."""
+    tried = []
 
-    def trial(_: torch.Tensor, count: int, *_unused: Path) -> bool:
-        rows.append(count)
-        return few if count == op.FEW else several
+    def trial(_: torch.Tensor, most: int, *_unused: Path) -> str:
+        tried.append(most)
+        return winners.get(most, op.TORCH)
 
     monkeypatch.setattr(op, "_trial", trial)
     monkeypatch.setattr(op, "_may_serve", lambda _: True)
     weight, narrow = torch.randn(op.NARROW + 1, 4), torch.randn(op.NARROW, 4)
-    assert op.serves(weight) is few and rows == [op.FEW, op.SEVERAL][: 1 + few]
-    assert op._is_faster.get(op._key(weight, op.SEVERAL), False) is several
-    rows.clear()
-    assert op.serves(narrow) is few and rows == [op.FEW]
+    assert op.serves(weight) is bool(winners) and tried == [16, 32, 64, 128]
+    for rows, most in ((1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (128, 128)):
+        assert op.way_of(weight, rows) == winners.get(most, op.TORCH)
+    assert op.way_of(weight, 129) == op.TORCH and op.way_of(torch.randn(3, 5), 1, "untried") == "untried"
+    tried.clear()
+    assert op.serves(narrow) is (16 in winners) and tried == [16]
 
 
 def test_what_is_not_on_a_gpu_is_left_alone() -> None:

@@ -51,10 +51,15 @@ def _gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     if not (weight.is_cuda and triton_present()):
         return naive.gated_linear(x, weight)
     rows = x.numel() // x.shape[-1]
-    if linear.is_served(weight, rows):
-        from nibble.kernels.linear import triton as implementation
+    way = linear.way_of(weight, rows)
+    if way == linear.TRITON:
+        from nibble.kernels.linear import triton
 
-        return implementation.linear(x, weight, None, gated=True)
+        return triton.linear(x, weight, None, gated=True)
+    if way == linear.CUDA:
+        from nibble.kernels.linear import sm90
+
+        return sm90.linear(x, weight, gated=True)
     if rows >= MANY_ROWS and _is_faster(weight):
         if ahead.is_rehearsal():
             _in_two(x, weight)

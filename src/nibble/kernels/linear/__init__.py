@@ -1,10 +1,10 @@
 """linear: y = x W^T + b where few rows meet a large weight; and rotate: the rotation of queries that meet rotated keys.
 
 A decode step does hardly anything but read such a weight. Libraries split such products along K and add the parts up in
-a second kernel; linear/triton.py reads the weight once. So it does with weights of a few outputs, as routers of experts
-have. Which is faster depends on shape, rows and GPU, so a trial at load decides for each shape, and another for the
-rows of a few requests with drafts. The torch references are F.linear and, for the rotation that `rot` applied to stored
-keys, formats/transforms.py.
+a second kernel; linear/triton.py reads the weight once, and so does sm90.py on Hopper, where a cluster adds parts up.
+linear/triton.py also does so with weights of a few outputs, as routers of experts have. Which is fastest depends on
+shape, rows and GPU, so a trial at load decides for each shape and number of rows. The references are F.linear, and for
+the rotation that `rot` applied to stored keys formats/transforms.py.
 
 Shape suffixes: N values of the output, K of the input; T tokens, H heads, D values of a head.
 """
@@ -25,68 +25,70 @@ from torch import Tensor
 from nibble.files import write_atomic
 from nibble.formats import transforms
 from nibble.hardware import cache_folder
-from nibble.kernels import MMA_ROWS, ahead, triton_present
+from nibble.kernels import MMA_ROWS, ahead, gpu_of, triton_present
 
 MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays, unless it is narrow."""
 NARROW = 256
 """Outputs up to which a weight has a kernel of its own: routers of experts, gates."""
-MOST_ROWS = 2 * MMA_ROWS
-"""Rows that a large weight may be multiplied with; a narrow one with MMA_ROWS."""
-FEW, SEVERAL = MMA_ROWS // 2, MOST_ROWS
-"""Rows of a trial for MMA_ROWS at most, and of one for more."""
+TRIALS = {MMA_ROWS: MMA_ROWS // 2, 32: 32, 64: 64, 128: 128}
+"""Rows up to which a trial counts -> rows of the trial. A narrow weight has the first alone."""
+TORCH, TRITON, CUDA = "torch", "triton", "sm90"
+"""Ways to multiply: the library's, and two of our own."""
+TRITON_ROWS = 2 * MMA_ROWS
+"""Rows that linear/triton.py multiplies with at most."""
 MAX_ERROR = 0.01
-"""How far Triton may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
-TRIALS = 5
+"""How far a way may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
+RUNS, FEW_ROWS = 5, MMA_ROWS
+"""Runs of a way in a trial, and rows at most of the product in front of each."""
 FLUSH = 1 << 28
 """Bytes written before each timing, so that no weight is in the GPU's cache."""
 FEW_INPUTS = 256
-"""Inputs and outputs of the product in front of each timing."""
+"""Inputs and outputs of that product."""
 SLEEP = 1 << 20
 """Clocks, half a millisecond."""
-RESULTS = {"triton": True, "torch": False}
-"""What the file of a trial says: who was faster."""
-_is_faster: dict[tuple[torch.device, torch.dtype, torch.Size, int], bool] = {}
-results: dict[str, bool] = {}
-"""What trials came to, by the names of their files."""
-of_rank_0: dict[str, bool] = {}
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_fastest: dict[tuple[torch.device, torch.dtype, torch.Size, int], str] = {}
+results: dict[str, str] = {}
+"""Who was fastest in trials, by the names of their files."""
+of_rank_0: dict[str, str] = {}
 """Those of rank 0, which the other ranks of a model take: all must compute as it does."""
 
 
 def serves(weight_NK: Tensor) -> bool:
-    """Return whether Triton can compute products with this weight, and is right and faster in a trial.
+    """Return whether one of our kernels is right and the fastest in a trial, for some number of rows.
 
-    It is for MMA_ROWS; whether more rows are served too is for another one to say.
+    Each shape takes its trials, the first time.
     """
-    if not _may_serve(weight_NK) or not _wins(weight_NK, FEW):
-        return False
-    if len(weight_NK) > NARROW:
-        _wins(weight_NK, SEVERAL)
-    return True
+    tried = _tried(weight_NK) if _may_serve(weight_NK) else []
+    # All of them take their trial here, and none in the middle of a step.
+    return {_fastest_of(weight_NK, most) for most in tried} not in (set(), {TORCH})
 
 
 def compile_ahead(weights: Iterable[Tensor]) -> None:
     """Begin to compile what trials of weights run, at the same time; serves() waits for it."""
     new = {
-        _key(x, rows): x
+        key: x
         for x in weights
         if _may_serve(x)
-        for rows in ((FEW,) if len(x) <= NARROW else (FEW, SEVERAL))
-        if _key(x, rows) not in _is_faster and not _trial_path(x, rows).exists()
+        for most in _tried(x)
+        if (key := _key(x, most)) not in _fastest and not _trial_path(x, most).exists()
     }
     if not new:
         return
     with ahead.rehearsal():
-        for (*_, rows), weight_NK in new.items():
-            x = weight_NK.new_zeros(rows, weight_NK.shape[1])
-            # What goes wrong shows in the trial.
+        for (*_, most), weight_NK in new.items():
+            x = weight_NK.new_zeros(TRIALS[most], weight_NK.shape[1])
+            for multiply in _ways(weight_NK, most).values():
+                # What goes wrong shows in the trial.
+                with suppress(Exception):
+                    multiply(x, weight_NK, None)
             with suppress(Exception):
-                _triton_linear(x, weight_NK, None)
                 _triton_linear(x[:, :FEW_INPUTS], weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS), None)
 
 
 def _may_serve(weight_NK: Tensor) -> bool:
-    """Return whether Triton can compute products with this weight."""
+    """Return whether our kernels can compute products with this weight."""
     n, k = weight_NK.shape
     return (
         weight_NK.is_cuda
@@ -98,36 +100,58 @@ def _may_serve(weight_NK: Tensor) -> bool:
     )
 
 
-def _key(weight_NK: Tensor, rows: int) -> tuple[torch.device, torch.dtype, torch.Size, int]:
-    return weight_NK.device, weight_NK.dtype, weight_NK.shape, rows
+def _tried(weight_NK: Tensor) -> list[int]:
+    """Return the numbers of rows up to which trials of a weight count."""
+    return [MMA_ROWS] if len(weight_NK) <= NARROW else list(TRIALS)
 
 
-def _wins(weight_NK: Tensor, rows: int) -> bool:
+def _ways(weight_NK: Tensor, most: int) -> dict[str, Multiply]:
+    """Return our ways to multiply with a weight that _may_serve() accepts, for rows up to so many."""
+    ways: dict[str, Multiply] = {TRITON: _triton_linear} if most <= TRITON_ROWS else {}
+    if len(weight_NK) > NARROW and weight_NK.is_cuda:
+        from nibble.kernels.linear import sm90
+
+        if sm90.serves(weight_NK.shape, weight_NK.dtype, gpu_of(weight_NK.device).arch):
+            ways[CUDA] = sm90.linear
+    return ways
+
+
+def _key(weight_NK: Tensor, most: int) -> tuple[torch.device, torch.dtype, torch.Size, int]:
+    return weight_NK.device, weight_NK.dtype, weight_NK.shape, most
+
+
+def _fastest_of(weight_NK: Tensor, most: int) -> str:
     """Return the result of a trial, one for each shape, rows and machine."""
-    key = _key(weight_NK, rows)
-    if key not in _is_faster:
-        path = _trial_path(weight_NK, rows)
-        if path.name in of_rank_0:
-            _is_faster[key] = of_rank_0[path.name]
-        else:
-            try:
-                _is_faster[key] = RESULTS[path.read_text(encoding="utf-8")]
-            except (OSError, ValueError, KeyError):  # none yet, or not one that _trial() left
-                _is_faster[key] = _trial(weight_NK, rows, path)
-        results[path.name] = _is_faster[key]
-    return _is_faster[key]
+    key = _key(weight_NK, most)
+    if key not in _fastest:
+        path = _trial_path(weight_NK, most)
+        _fastest[key] = of_rank_0.get(path.name) or _kept(path) or _trial(weight_NK, most, path)
+        results[path.name] = _fastest[key]
+    return _fastest[key]
 
 
-def _trial_path(weight_NK: Tensor, rows: int) -> Path:
+def _kept(path: Path) -> str | None:
+    """Return what a trial left, None if there is none yet, or what is there is not of a trial."""
+    with suppress(OSError, ValueError):
+        text = path.read_text(encoding="utf-8")
+        return text if text in {TORCH, TRITON, CUDA} else None
+    return None
+
+
+def _trial_path(weight_NK: Tensor, most: int) -> Path:
     """Return the file that keeps the result of a trial.
 
     Where both are equally fast each trial ends as it likes, and a model whose layers are computed in another way is
     compiled anew (models/compile_cache.py).
     """
     n, k = weight_NK.shape
-    # The kernel and this file decide, too.
+    # The kernels and this file decide, too.
     folder = Path(__file__).parent
-    paths = (*sorted(folder.glob("*.py")), folder.with_name("dependent_launch.py"))
+    paths = (
+        *sorted(folder.glob("*.py")),
+        *sorted(folder.glob("*.cu")),
+        folder.with_name("dependent_launch.py"),
+    )
     sources = [path.read_text(encoding="utf-8") for path in paths]
     versions = []
     for package in ("torch", "triton"):
@@ -137,30 +161,38 @@ def _trial_path(weight_NK: Tensor, rows: int) -> Path:
     facts = repr((gpu, torch.version.cuda, versions, sources))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return (
-        cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{rows}x{n}x{k}-{digest}"
+        cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{most}x{n}x{k}-{digest}"
     )
 
 
-def _trial(weight_NK: Tensor, rows: int, path: Path) -> bool:
+def _trial(weight_NK: Tensor, most: int, path: Path) -> str:
     """Run a trial and keep its result. A kernel that fails for whatever reason does not win, this time."""
-    x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
-    try:
-        wins = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(F.linear, x, weight_NK)
-    except Exception:
-        return False
-    # A cache folder that cannot be written costs time, nothing else.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, next(text for text, result in RESULTS.items() if result == wins))
-    return wins
+    x = torch.randn(TRIALS[most], weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+    right, has_failed = dict[str, Multiply](), False
+    for name, multiply in _ways(weight_NK, most).items():
+        try:
+            if _is_right(multiply, x, weight_NK):
+                right[name] = multiply
+        except Exception:
+            has_failed = True
+    # The library is timed only where there is another way.
+    ways = {TORCH: F.linear, **right} if right else {}
+    times = {name: _ms(multiply, x, weight_NK) for name, multiply in ways.items()}
+    fastest = min(times, key=lambda name: times[name], default=TORCH)
+    if not has_failed:
+        # A cache folder that cannot be written costs time, nothing else.
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, fastest)
+    return fastest
 
 
-def _is_right(x: Tensor, weight_NK: Tensor) -> bool:
+def _is_right(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> bool:
     expected = F.linear(x, weight_NK).float()
-    return bool((_triton_linear(x, weight_NK, None).float() - expected).norm() <= MAX_ERROR * expected.norm())
+    return bool((multiply(x, weight_NK, None).float() - expected).norm() <= MAX_ERROR * expected.norm())
 
 
-def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight_NK: Tensor) -> float:
+def _ms(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> float:
     """Return the median time of a product whose weight comes from memory.
 
     A small product is in front of it: as in a model, a kernel that can start before the one in front ends gains by it.
@@ -169,11 +201,11 @@ def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, 
     few_KK = weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
-    for _ in range(TRIALS):
+    for _ in range(RUNS):
         other.zero_()
         torch.cuda._sleep(SLEEP)  # meanwhile the host queues what follows
         start.record()
-        _triton_linear(x[:, :FEW_INPUTS], few_KK, None)
+        _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], few_KK, None)
         multiply(x, weight_NK, None)
         stop.record()
         stop.synchronize()
@@ -181,12 +213,10 @@ def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, 
     return statistics.median(times)
 
 
-def is_served(weight_NK: Tensor, rows: int) -> bool:
-    """Return whether Triton was right and faster in the trial for a large weight and so many rows."""
-    return any(
-        rows <= most and _is_faster.get(_key(weight_NK, tried), False)
-        for tried, most in ((FEW, MMA_ROWS), (SEVERAL, MOST_ROWS))
-    )
+def way_of(weight_NK: Tensor, rows: int, untried: str = TORCH) -> str:
+    """Return how a weight is multiplied with so many rows; `untried` where no trial was made."""
+    most = next((most for most in TRIALS if rows <= most), None)
+    return TORCH if most is None else _fastest.get(_key(weight_NK, most), untried)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -207,8 +237,12 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 # An operator, so that a compiler of models leaves the choice to the time of the call, when the number of rows is known.
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // x.shape[-1]
-    is_served = rows <= MMA_ROWS or (rows <= MOST_ROWS and _is_faster.get(_key(weight, SEVERAL), False))
-    return _triton_linear(x, weight, bias) if is_served else F.linear(x, weight, bias)
+    way = way_of(weight, rows, TRITON if rows <= MMA_ROWS else TORCH)
+    if way == CUDA:
+        from nibble.kernels.linear import sm90
+
+        return sm90.linear(x, weight, bias)
+    return _triton_linear(x, weight, bias) if way == TRITON else F.linear(x, weight, bias)
 
 
 def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

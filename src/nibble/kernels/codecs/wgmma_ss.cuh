@@ -1,0 +1,87 @@
+// Products of warpgroups whose matrices both lie in shared memory (SM90a): stages that the tensor copy engine fills, and
+// where matrices lie in them. After bits.cuh; STAGES is a macro.
+
+constexpr int SWIZZLED = 128, EIGHT_ROWS = 1024;  // bytes of a row, and of what the swizzle repeats in
+
+// CUtensorMap
+struct alignas(64) TensorMap { u64 words[16]; };
+
+// Two barriers of each stage: it is full, and it is empty again.
+struct Barriers {
+  u32 first;
+  DEVICE u32 full(int stage) const { return first + 8 * stage; }
+  DEVICE u32 empty(int stage) const { return first + 8 * (STAGES + stage); }
+};
+
+// Where a product is up to: a stage, and the parity of its phase.
+struct Place {
+  int stage = 0;
+  u32 parity = 0;
+  DEVICE void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Arrive, and let the phase last until so many bytes have been copied.
+DEVICE void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Bring the map itself near.
+DEVICE void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+#define COPY "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+
+// Copy the box from row y and column x on.
+DEVICE void copy(u32 to, const TensorMap& map, int y, int x, u32 barrier) {
+  asm volatile(COPY " [%0],[%1,{%2,%3}],[%4];"
+               :: "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+
+// The same of what is read once: it must not push other things out of the L2 cache.
+DEVICE void copy_once(u32 to, const TensorMap& map, int y, int x, u32 barrier) {
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy,1.0;\n"
+      COPY ".L2::cache_hint [%0],[%1,{%2,%3}],[%4],policy;\n}"
+      :: "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+
+// Where a matrix lies is in the lower half of a descriptor alone; the upper one is the same for all.
+DEVICE u32 matrix_at(u32 address) { return 1 << 16 | address >> 4; }
+DEVICE u32 behind(u32 matrix, int bytes) { return matrix + (bytes >> 4); }
+DEVICE u64 descriptor(u32 matrix) {
+  constexpr u64 swizzle_128 = 1ull << 62;
+  return swizzle_128 | u64(EIGHT_ROWS >> 4) << 32 | matrix;
+}
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LATER> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LATER) : "memory");
+}
+
+// Sums stay where they are until a wait: the compiler must not move what uses them in front of it.
+template <int N> DEVICE void keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// An address of another block of the cluster.
+DEVICE u32 in_block(u32 address, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+
+// ---- values of 16 bits --------------------------------------------------------------------------------
+DEVICE float low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
+
+// Far below zero the exponential is infinite, and its inverse 0.
+DEVICE float silu(float x) { return x * rcp(1 + ex2(x * -LOG2E)); }

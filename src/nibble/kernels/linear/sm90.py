@@ -1,0 +1,237 @@
+"""Products of few rows with large weights on SM90, gated ones too (linear_sm90.cu).
+
+Shape suffixes: T rows of x, K inputs, N outputs, rows of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nibble.errors import BackendError
+from nibble.kernels import SM90, cdiv, gpu_of, import_problem, next_power_of_2
+
+if TYPE_CHECKING:
+    from nibble.kernels.nvrtc import Kernel
+
+SOURCE = Path(__file__).with_name("linear_sm90.cu")
+MOST_ROWS, FEWEST_ROWS = 128, 8
+"""Rows of x of a launch at most, and of the smallest tile."""
+GROUP, INPUTS = 64, 64
+"""Rows of the weight of a warpgroup, and inputs of a stage."""
+ALIGNED = 8
+"""Values of 16 bytes, of which the tensor copy engine wants whole ones."""
+GROUPS, SPLITS, MOST_SPLITS = (1, 2, 4), (1, 2, 4, 8), 8
+"""Warpgroups that a block may have, sizes of clusters that fill GPCs, and the largest."""
+FEWEST_STAGES, MOST_STAGES = 3, 16
+"""As few and as many stages as tile_of() chooses: large steps of two would wait for each other."""
+ALIGNMENT, RESERVED, PROCESSOR = 1024, 1024, 228 << 10
+"""Bytes of shared memory: to align stages, of a block for the system and likewise for barriers, and of a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut."""
+
+    groups: int
+    """Warpgroups of a block, of 64 rows of the weight each."""
+    splits: int
+    """Parts of K, which the blocks of a cluster have."""
+    stages: int
+    """Steps of K that are loaded ahead."""
+
+    def stage_bytes(self, rows: int) -> int:
+        """Return the bytes of a stage for so many rows of x."""
+        return 2 * INPUTS * (GROUP * self.groups + padded(rows))
+
+    def shared(self, rows: int) -> int:
+        """Return the bytes of shared memory that a block asks for."""
+        return self.stages * self.stage_bytes(rows) + ALIGNMENT
+
+    def per_processor(self, rows: int) -> int:
+        """Return how many blocks a multiprocessor has room for."""
+        most = 2 if self.groups < max(GROUPS) else 1  # as the kernel's bounds have it
+        return min(PROCESSOR // (self.shared(rows) + 2 * RESERVED), most)
+
+    def fits(self, inputs: int, rows: int) -> bool:
+        """Return whether a block has room, for its sums too, and each of a cluster a step of K."""
+        sums = 4 * padded(rows) * (GROUP * self.groups + 4)
+        return (
+            self.groups in GROUPS
+            and 1 <= self.splits <= min(MOST_SPLITS, cdiv(inputs, INPUTS))
+            and self.stages >= 1
+            and sums <= self.stages * self.stage_bytes(rows)
+            and self.per_processor(rows) > 0
+        )
+
+
+def padded(rows: int) -> int:
+    """Return the rows of a tile of x."""
+    return max(next_power_of_2(rows), FEWEST_ROWS)
+
+
+def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
+    """Return whether the kernel multiplies with a contiguous weight, gated too if it has 2N rows with N such a number.
+
+    Args:
+        shape: N and K.
+        dtype: Of the weight, and of what it is multiplied with.
+        arch: Compute capability, as GPU.arch has it.
+    """
+    outputs, inputs = shape
+    return (
+        arch == SM90
+        and dtype == torch.bfloat16
+        and outputs > 0 == outputs % ALIGNED
+        and inputs > 0 == inputs % ALIGNED
+        and not import_problem("cuda.bindings")
+    )
+
+
+MEMORY, CACHE, BLOCK, NEIGHBOURS = 4.3e6, 5.5e6, 6e4, 2.5e6
+"""Bytes a microsecond: from memory, from the L2 cache, of it to a multiprocessor, and between blocks of a cluster."""
+LATENCY_US, REDUCE_US, BLOCK_US = 1.2, 1.0, 2.5
+"""Of a load where many are under way; of a reduction beside its bytes; and between two blocks in the same place."""
+EMPTY_PROCESSORS = 4
+"""Multiprocessors that clusters of more than two do not fill, as GPCs have odd numbers of them."""
+
+
+@cache
+def tile_of(outputs: int, inputs: int, rows: int, processors: int, gated: bool = False) -> Tile:
+    """Choose a tile by an estimate of the time.
+
+    Args:
+        outputs: Rows of the weight, of both halves if gated.
+        inputs: K.
+        rows: Rows of x.
+        processors: Multiprocessors of the GPU.
+        gated: Whether its halves are joined.
+
+    Raises:
+        BackendError: No tile fits.
+    """
+    tiles = {
+        tile: _estimate_us(tile, outputs, inputs, rows, processors)
+        for groups in GROUPS
+        for splits in SPLITS
+        for blocks in (2, 1)  # where both are as good, there is room for the kernel behind to start early
+        for tile in (Tile(groups, splits, _stages(groups, rows, blocks)),)
+        if tile.stages >= FEWEST_STAGES and tile.fits(inputs, rows)
+    }
+    if not tiles:
+        raise BackendError(f"{inputs} inputs and {rows} rows have no tile on SM90")
+    return min(tiles, key=lambda tile: tiles[tile])
+
+
+def _stages(groups: int, rows: int, blocks: int) -> int:
+    """Return how many stages leave room for so many blocks of a multiprocessor."""
+    room = PROCESSOR // blocks - ALIGNMENT - 2 * RESERVED
+    return min(room // Tile(groups, 1, 1).stage_bytes(rows), MOST_STAGES)
+
+
+def _estimate_us(tile: Tile, outputs: int, inputs: int, rows: int, processors: int) -> float:
+    columns, per_processor = cdiv(outputs, GROUP * tile.groups), tile.per_processor(rows)
+    blocks = columns * tile.splits
+    usable = processors - EMPTY_PROCESSORS if tile.splits > 2 else processors
+    at_once = max(usable * per_processor // tile.splits, 1) * tile.splits
+    waves, weight = cdiv(blocks, at_once), 2 * columns * GROUP * tile.groups * inputs
+    # What a block reads, x too; and all of them, if those of the last of several rounds are not as many.
+    of_block = weight / blocks * tile.stage_bytes(rows) / (2 * INPUTS * GROUP * tile.groups)
+    uneven = waves * at_once / blocks if waves > 1 else 1.0
+    in_flight = (
+        min(blocks, at_once) * min(tile.stages, cdiv(inputs, INPUTS * tile.splits)) * 2 * INPUTS * GROUP
+    )
+    busy = waves * min(per_processor, cdiv(blocks, usable))
+    reading = max(
+        weight * uneven / min(MEMORY, in_flight * tile.groups / LATENCY_US),
+        of_block * blocks * uneven / CACHE,
+        of_block * busy / BLOCK,
+    )
+    reading += (waves - 1) * BLOCK_US / per_processor
+    if tile.splits == 1:
+        return reading
+    return reading + REDUCE_US + 4 * outputs * rows * tile.splits / NEIGHBOURS
+
+
+def linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    gated: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Compute x W^T + b, or of it silu(the first half) * the second.
+
+    Args:
+        x: [..., K] in bfloat16, of MOST_ROWS rows at most.
+        weight_NK: In bfloat16; contiguous, from a multiple of 16 bytes on, and not written by any kernel.
+        bias_N: Added to each row, if there is one; not written by any kernel either.
+        gated: The halves of outputs are joined.
+        tile: Another tile than tile_of() chooses.
+
+    Returns:
+        [..., N] in bfloat16, [..., N / 2] if gated.
+
+    Raises:
+        BackendError: There are too many rows, the tile does not fit, or the driver refuses the tensors or the launch.
+    """
+    from nibble.kernels.nvrtc import INT, POINTER
+    from nibble.kernels.tensor_map import tensor_map
+
+    (n, inputs), device = weight_NK.shape, weight_NK.device
+    outputs = n // 2 if gated else n
+    out = x.new_empty(*x.shape[:-1], outputs)
+    if not out.numel():
+        return out
+    x_TK = _copyable(x.reshape(-1, inputs))
+    rows = len(x_TK)
+    tile = tile or tile_of(n, inputs, rows, gpu_of(device).processors, gated)
+    if rows > MOST_ROWS or not tile.fits(inputs, rows):
+        raise BackendError(f"{rows} rows of {inputs} inputs do not fit into {tile} on SM90")
+    if bias_N is not None:
+        bias_N = bias_N if bias_N.is_contiguous() and not bias_N.data_ptr() % 8 else bias_N.clone()
+    of_block = GROUP * tile.groups // (2 if gated else 1)
+    maps = (
+        tensor_map(x_TK, (padded(rows), INPUTS)),
+        tensor_map(weight_NK, (of_block, INPUTS)),
+    )
+    pointers = None if bias_N is None else bias_N.data_ptr(), out.data_ptr()
+    sizes = rows, outputs, cdiv(inputs, INPUTS)
+    types = (*(None,) * len(maps), *(POINTER,) * len(pointers), *(INT,) * len(sizes))
+    blocks, threads = cdiv(outputs, of_block) * tile.splits, 128 * tile.groups + 32
+    kernel = _kernel(device, padded(rows), tile, gated)
+    kernel.launch(blocks, threads, tile.shared(rows), types, (*maps, *pointers, *sizes), starts_early=True)
+    return out
+
+
+def _copyable(x_TK: Tensor) -> Tensor:
+    """Return rows as the tensor copy engine takes them: in 16-byte pieces."""
+    row, value = x_TK.stride()
+    is_copyable = value == 1 and row >= x_TK.shape[1] and not (row | x_TK.data_ptr() // 2) % ALIGNED
+    return x_TK if is_copyable else x_TK.clone(memory_format=torch.contiguous_format)
+
+
+def macros(rows: int, tile: Tile, gated: bool = False) -> dict[str, int]:
+    """Return the macros of linear_sm90.cu."""
+    return {
+        "ROWS": padded(rows),
+        "GROUPS": tile.groups,
+        "SPLITS": tile.splits,
+        "STAGES": tile.stages,
+        "GATED": int(gated),
+    }
+
+
+@cache
+def _kernel(device: torch.device, rows: int, tile: Tile, gated: bool) -> Kernel:
+    from nibble.kernels.nvrtc import Kernel, code_of
+
+    code = code_of(SOURCE, f"{SM90}a", macros(rows, tile, gated))
+    return Kernel(code, "linear", tile.shared(rows))
