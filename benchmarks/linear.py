@@ -102,7 +102,7 @@ def calls_of(
         return calls
     if rows > sm90.MOST_ROWS:
         return calls
-    choice = sm90.tile_of(outputs, inputs, rows, gpu_of(device).processors, gated)
+    choice = sm90.tile_of(outputs, inputs, rows, gpu_of(device).processors)
     for wish in dict.fromkeys((choice, *sm90_tiles)):
         if wish.fits(inputs, rows):
             name = f"sm90 {wish.groups}x{wish.splits}x{wish.stages}"

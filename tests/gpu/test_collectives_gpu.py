@@ -34,7 +34,8 @@ def expected(group: NcclCollectives, x: Tensor) -> Tensor:
 
 def values(rank: int, port: int) -> None:
     # A second group of a process finds ranks as the first did.
-    for group in (connected(rank, port), connected(rank, port + 1)):
+    for number in range(2):
+        group = connected(rank, port + number)
         assert group._push is not None, group.note
         rng = torch.Generator(group.device).manual_seed(rank)
         sizes = torch.Generator().manual_seed(0)

@@ -166,7 +166,7 @@ def test_what_is_served() -> None:
 
 @pytest.mark.parametrize("tile", [Tile(2, 4, 3), Tile(2, 2, 3), Tile(2, 8, 3), Tile(4, 8, 4), Tile(4, 4, 4)])
 def test_how_many_clusters_fit(tile: Tile) -> None:
-    """What tile_of() takes for granted, of 128 rows."""
+    """Of 128 rows nearly as many blocks run at a time as multiprocessors have room for."""
     from cuda.bindings import driver
 
     rows = 128
@@ -184,7 +184,8 @@ def test_how_many_clusters_fit(tile: Tile) -> None:
     status, clusters = driver.cuOccupancyMaxActiveClusters(function, config)
     assert status == driver.CUresult.CUDA_SUCCESS
     processors = gpu_of(DEVICE).processors
-    empty = sm90.EMPTY_PROCESSORS if tile.splits > 2 else 0
+    # GPCs have odd numbers of multiprocessors.
+    empty = 4 if tile.splits > 2 else 0
     expected = (processors - empty) * tile.per_processor(rows) // tile.splits
     print(f"{tile}: {clusters} clusters, {expected} expected")
     assert clusters >= 0.9 * expected

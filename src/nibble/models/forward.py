@@ -122,14 +122,17 @@ def _early_launches() -> dict[str, bool]:
     option = "triton.enable_pdl"
     if option not in torch._inductor.config.get_config_copy() or not hasattr(TritonKernel, _BEFORE_ACCESS):
         return {}
-    own = getattr(TritonKernel, _BEFORE_ACCESS)
-    if not hasattr(own, "__wrapped__"):
-        setattr(TritonKernel, _BEFORE_ACCESS, _always_waiting(own))
+    for name, wrap in ((_BEFORE_ACCESS, _always_waiting), (_FILTER, _launching_at_once)):
+        own = getattr(TritonKernel, name, None)
+        if own is not None and not hasattr(own, "__wrapped__"):
+            setattr(TritonKernel, name, wrap(own))
     return {option: True}
 
 
 _BEFORE_ACCESS = "_handle_pdl_before_access"
 """Where inductor decides whether a kernel waits before it reads or writes (torch/_inductor/codegen/triton.py)."""
+_FILTER = "_filter_pdl"
+"""Where it leaves out what a kernel does twice."""
 
 
 def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
@@ -154,6 +157,30 @@ def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
             scheduler.previous_node = previous
 
     return always
+
+
+def _launching_at_once(filter_lines: Callable[..., None]) -> Callable[..., None]:
+    """Return the same, but a kernel lets the next one start as soon as it has waited.
+
+    Inductor lets it start behind the last load, which in a norm of wide rows is near the end, as they are loaded twice.
+    A product behind it has begun to load its weight by then.
+    """
+
+    @functools.wraps(filter_lines)
+    def at_once(self: Any, code: Any) -> None:
+        filter_lines(self, code)
+        waits = [i for i, line in enumerate(code._lines) if _is_line(line, self.GDC_WAIT)]
+        if waits:
+            wait = code._lines[waits[0]]
+            lines = [*code._lines[: waits[0] + 1], wait.replace(self.GDC_WAIT, self.GDC_LAUNCH)]
+            code._lines = lines + [x for x in code._lines[waits[0] + 1 :] if not _is_line(x, self.GDC_LAUNCH)]
+
+    return at_once
+
+
+def _is_line(line: Any, what: str) -> bool:
+    """Return whether something is in a line of code; other lines are still to be made."""
+    return type(line) is str and what in line
 
 
 def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

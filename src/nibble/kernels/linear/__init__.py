@@ -108,7 +108,9 @@ def _tried(weight_NK: Tensor) -> list[int]:
 def _ways(weight_NK: Tensor, most: int) -> dict[str, Multiply]:
     """Return our ways to multiply with a weight that _may_serve() accepts, for rows up to so many."""
     ways: dict[str, Multiply] = {TRITON: _triton_linear} if most <= TRITON_ROWS else {}
-    if len(weight_NK) > NARROW and weight_NK.is_cuda:
+    # With it for few rows a step of 8 requests takes 4.71 ms in place of 4.50 (Llama-3.1-8B, one H200), though a trial
+    # finds it faster: what is in front of a product in a model lets it start later than what is there.
+    if most > MMA_ROWS and len(weight_NK) > NARROW and weight_NK.is_cuda:
         from nibble.kernels.linear import sm90
 
         if sm90.serves(weight_NK.shape, weight_NK.dtype, gpu_of(weight_NK.device).arch):
@@ -125,12 +127,12 @@ def _fastest_of(weight_NK: Tensor, most: int) -> str:
     key = _key(weight_NK, most)
     if key not in _fastest:
         path = _trial_path(weight_NK, most)
-        _fastest[key] = of_rank_0.get(path.name) or _kept(path) or _trial(weight_NK, most, path)
+        _fastest[key] = of_rank_0.get(path.name) or _result_of(path) or _trial(weight_NK, most, path)
         results[path.name] = _fastest[key]
     return _fastest[key]
 
 
-def _kept(path: Path) -> str | None:
+def _result_of(path: Path) -> str | None:
     """Return what a trial left, None if there is none yet, or what is there is not of a trial."""
     with suppress(OSError, ValueError):
         text = path.read_text(encoding="utf-8")

@@ -29,8 +29,6 @@ ALIGNED = 8
 """Values of 16 bytes, of which the tensor copy engine wants whole ones."""
 GROUPS, SPLITS, MOST_SPLITS = (1, 2, 4), (1, 2, 4, 8), 8
 """Warpgroups that a block may have, sizes of clusters that fill GPCs, and the largest."""
-FEWEST_STAGES, MOST_STAGES = 3, 16
-"""As few and as many stages as tile_of() chooses: large steps of two would wait for each other."""
 ALIGNMENT, RESERVED, PROCESSOR = 1024, 1024, 228 << 10
 """Bytes of shared memory: to align stages, of a block for the system and likewise for barriers, and of a processor."""
 
@@ -94,69 +92,37 @@ def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
     )
 
 
-MEMORY, CACHE, BLOCK, NEIGHBOURS = 4.3e6, 5.5e6, 6e4, 2.5e6
-"""Bytes a microsecond: from memory, from the L2 cache, of it to a multiprocessor, and between blocks of a cluster."""
-LATENCY_US, REDUCE_US, BLOCK_US = 1.2, 1.0, 2.5
-"""Of a load where many are under way; of a reduction beside its bytes; and between two blocks in the same place."""
-EMPTY_PROCESSORS = 4
-"""Multiprocessors that clusters of more than two do not fill, as GPCs have odd numbers of them."""
+LONG = 8192
+"""Inputs from which on more blocks read the weight together."""
+FEW_BLOCKS, MANY_BLOCKS = 64, 128
+"""Blocks that read at the speed of memory, and those that do so for long."""
 
 
 @cache
-def tile_of(outputs: int, inputs: int, rows: int, processors: int, gated: bool = False) -> Tile:
-    """Choose a tile by an estimate of the time.
+def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
+    """Choose a tile: of those of benchmarks/linear.py the fastest on an H200, or nearly.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
         inputs: K.
         rows: Rows of x.
         processors: Multiprocessors of the GPU.
-        gated: Whether its halves are joined.
 
     Raises:
         BackendError: No tile fits.
     """
-    tiles = {
-        tile: _estimate_us(tile, outputs, inputs, rows, processors)
-        for groups in GROUPS
-        for splits in SPLITS
-        for blocks in (2, 1)  # where both are as good, there is room for the kernel behind to start early
-        for tile in (Tile(groups, splits, _stages(groups, rows, blocks)),)
-        if tile.stages >= FEWEST_STAGES and tile.fits(inputs, rows)
-    }
-    if not tiles:
-        raise BackendError(f"{inputs} inputs and {rows} rows have no tile on SM90")
-    return min(tiles, key=lambda tile: tiles[tile])
-
-
-def _stages(groups: int, rows: int, blocks: int) -> int:
-    """Return how many stages leave room for so many blocks of a multiprocessor."""
-    room = PROCESSOR // blocks - ALIGNMENT - 2 * RESERVED
-    return min(room // Tile(groups, 1, 1).stage_bytes(rows), MOST_STAGES)
-
-
-def _estimate_us(tile: Tile, outputs: int, inputs: int, rows: int, processors: int) -> float:
-    columns, per_processor = cdiv(outputs, GROUP * tile.groups), tile.per_processor(rows)
-    blocks = columns * tile.splits
-    usable = processors - EMPTY_PROCESSORS if tile.splits > 2 else processors
-    at_once = max(usable * per_processor // tile.splits, 1) * tile.splits
-    waves, weight = cdiv(blocks, at_once), 2 * columns * GROUP * tile.groups * inputs
-    # What a block reads, x too; and all of them, if those of the last of several rounds are not as many.
-    of_block = weight / blocks * tile.stage_bytes(rows) / (2 * INPUTS * GROUP * tile.groups)
-    uneven = waves * at_once / blocks if waves > 1 else 1.0
-    in_flight = (
-        min(blocks, at_once) * min(tile.stages, cdiv(inputs, INPUTS * tile.splits)) * 2 * INPUTS * GROUP
-    )
-    busy = waves * min(per_processor, cdiv(blocks, usable))
-    reading = max(
-        weight * uneven / min(MEMORY, in_flight * tile.groups / LATENCY_US),
-        of_block * blocks * uneven / CACHE,
-        of_block * busy / BLOCK,
-    )
-    reading += (waves - 1) * BLOCK_US / per_processor
-    if tile.splits == 1:
-        return reading
-    return reading + REDUCE_US + 4 * outputs * rows * tile.splits / NEIGHBOURS
+    columns, has_many = cdiv(outputs, 2 * GROUP), rows > 32
+    if columns > processors:
+        # All blocks at a time, and where rows are many few that read them.
+        tile = Tile(4, 1, 5 if rows <= 64 else 4) if has_many else Tile(2, 1, 5)
+    else:
+        blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
+        splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
+        splits = min(splits, max(n for n in SPLITS if n <= cdiv(inputs, INPUTS)))
+        tile = Tile(2, splits, 4 if splits > 2 else 5)
+    if not tile.fits(inputs, rows):
+        raise BackendError(f"{rows} rows of {inputs} inputs do not fit into {tile} on SM90")
+    return tile
 
 
 def linear(
@@ -192,7 +158,7 @@ def linear(
         return out
     x_TK = _copyable(x.reshape(-1, inputs))
     rows = len(x_TK)
-    tile = tile or tile_of(n, inputs, rows, gpu_of(device).processors, gated)
+    tile = tile or tile_of(n, inputs, rows, gpu_of(device).processors)
     if rows > MOST_ROWS or not tile.fits(inputs, rows):
         raise BackendError(f"{rows} rows of {inputs} inputs do not fit into {tile} on SM90")
     if bias_N is not None:
@@ -202,7 +168,7 @@ def linear(
         tensor_map(x_TK, (padded(rows), INPUTS)),
         tensor_map(weight_NK, (of_block, INPUTS)),
     )
-    pointers = None if bias_N is None else bias_N.data_ptr(), out.data_ptr()
+    pointers = 0 if bias_N is None else bias_N.data_ptr(), out.data_ptr()
     sizes = rows, outputs, cdiv(inputs, INPUTS)
     types = (*(None,) * len(maps), *(POINTER,) * len(pointers), *(INT,) * len(sizes))
     blocks, threads = cdiv(outputs, of_block) * tile.splits, 128 * tile.groups + 32
