@@ -59,7 +59,7 @@ from nibble.models import compile_cache
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
-CHUNKS = (1, 3, 5, 17, 80)
+CHUNKS = (1, 3, 5, 17, 40, 80)
 """New tokens of steps that compile kernels for short prompts: of few rows for any number of heads, of some, of many."""
 DRAFTS = (1, 3, 7)
 """Draft tokens of steps that compile kernels for them."""

@@ -55,7 +55,10 @@ PACKAGES = ("torch", "transformers", "triton")
 COMPILING = (
     "models/*.py",
     "attention/operators.py",
+    "kernels/collectives/__init__.py",
     "kernels/experts/__init__.py",
+    "kernels/experts/gate.py",
+    "kernels/gated/__init__.py",
     "kernels/linear/__init__.py",
     "kernels/quantized_linear/__init__.py",
     "kernels/recurrence/types.py",
@@ -246,10 +249,14 @@ def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
         # torch guards no hooks, and some leave hidden states (models/taps.py).
         hooks = [_hook(hook) for hook in module._forward_hooks.values()]
         yield f"{name} {_name(type(module))} {_functions(module)} {hooks}"
-    package_folder = Path(nibble.__file__).parent
-    for pattern in COMPILING:
-        for path in sorted(package_folder.glob(pattern)):
-            yield path.read_text(encoding="utf-8")
+    for path in sources():
+        yield path.read_text(encoding="utf-8")
+
+
+def sources() -> list[Path]:
+    """Return the files of Nibble that decide what is compiled."""
+    folder = Path(nibble.__file__).parent
+    return [path for pattern in COMPILING for path in sorted(folder.glob(pattern))]
 
 
 def _state(device: str) -> dict[str, object]:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from nibble.kernels import experts, gated, linear, router, topk
-from nibble.models import graph_convolutions, graph_gates, graph_projections, graph_rows
+from nibble.kernels import experts, linear, router, topk
+from nibble.models import compile_cache, graph_convolutions, graph_gates, graph_projections, graph_rows
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
+assert experts and linear and router  # which define the operators
 _INPUTS = ("placeholder", "get_attr")
 """What a parameter is in a graph."""
 
@@ -76,25 +77,7 @@ class ReplaceOperators(CustomGraphPass):
 
     def uuid(self) -> tuple[str, bytes]:
         """Return what inductor's cache tells passes apart by."""
-        return repr(self), get_hash_for_files(
-            (
-                __file__,
-                *(
-                    part.__file__
-                    for part in (
-                        graph_convolutions,
-                        graph_gates,
-                        graph_projections,
-                        graph_rows,
-                        topk,
-                        linear,
-                        router,
-                        experts,
-                        gated,
-                    )
-                ),
-            )
-        )
+        return repr(self), get_hash_for_files(tuple(map(str, compile_cache.sources())))
 
 
 def _join_router(graph: fx.Graph, layer: fx.Node) -> None:

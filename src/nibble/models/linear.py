@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
-from nibble.kernels import linear, quantized_linear
+from nibble.kernels import gated, linear, quantized_linear
 from nibble.kernels.quantized_linear.matrix import TENSORS, KernelKey, PackedMatrix, merged
 from nibble.kernels.quantized_linear.naive import quantize_activations
 from nibble.kernels.weight_formats import Activations
@@ -42,6 +42,8 @@ from nibble.models.weight_bytes import ALWAYS_PLAIN
 
 PACKED_FOR = 8
 """Number of tokens that weights are packed for."""
+GATE_UP = "gate_up_proj"
+"""What families call a layer that computes both."""
 VECTOR = 32
 """Most values that torch's vectorised functions take at once on a CPU."""
 
@@ -449,6 +451,8 @@ def merge_and_tune_linears(model: Any) -> None:
     linear.compile_ahead(
         [*(p.layer.weight for p in products), *(layer.weight for _, layer in layers), *_narrow_weights(model)]
     )
+    gates = [weight for weight in _gates(products, layers) if gated.may_serve(weight)]
+    linear.compile_ahead(gates, gated.OPERATION)
     for product in products:
         if linear.serves(product.layer.weight):
             product.layer = LargeLinear(product.layer)
@@ -457,6 +461,14 @@ def merge_and_tune_linears(model: Any) -> None:
             model.set_submodule(name, LargeLinear(module))
     # Trials take memory, which the cache has later.
     narrow_weights(model)
+    for weight in gates:
+        linear.decide(weight, gated.OPERATION)
+
+
+def _gates(products: Sequence[_Product], layers: Sequence[tuple[str, nn.Linear]]) -> list[Tensor]:
+    """Return weights whose outputs are likely to be gates, and as many that these gate; the compiled graph tells."""
+    halves = [p.layer.weight for p in products if p.parts == 2]
+    return halves + [layer.weight for name, layer in layers if name.endswith(GATE_UP)]
 
 
 def narrow_weights(model: nn.Module) -> list[Tensor]:

@@ -95,6 +95,9 @@ def test_a_gate_is_joined(function: Callable[[Tensor, Tensor], Tensor]) -> None:
         lambda y: F.silu(y[..., ::2]) * y[..., 1::2],
         # Bounds.
         lambda y: F.silu(y[..., :HALF].clamp(max=7)) * y[..., HALF:],
+        lambda y: F.silu(y[..., :HALF]) * y[..., HALF:].clamp(-200, 200),
+        # A factor.
+        lambda y: (F.silu(y[..., :HALF].float()) * y[..., HALF:].float() * 1.01).to(y.dtype),
         # The product is wanted, too; then what is between.
         lambda y: F.silu(y[..., :HALF]) * y[..., HALF:] * y.amax(),
         lambda y: F.silu(y[..., :HALF]) * y[..., HALF:] + F.silu(y[..., :HALF]).amax(),

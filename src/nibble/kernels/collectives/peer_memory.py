@@ -53,8 +53,12 @@ class PeerMemory:
         if not bool(handles.any(1).all()):
             self.close()
             raise BackendError(reason)
-        for other, values in enumerate(handles.tolist()):
-            self.addresses.append(self._own if other == rank else _opened(bytes(values)))
+        try:
+            for other, values in enumerate(handles.tolist()):
+                self.addresses.append(self._own if other == rank else _opened(bytes(values)))
+        except BackendError:
+            self.close()
+            raise
 
     def _take(self, size: int) -> bytes:
         torch.cuda.current_stream()  # makes torch's context current

@@ -157,13 +157,20 @@ class NcclCollectives:
             if self._all_agree(all(equal)):
                 return self._choose((self._by_nccl, self._push))
             reason = "they do not add up as NCCL does"
+        if self._push is not None:
+            self._push.close()
+            self._push = None
         return f"sums of few rows go through NCCL: ranks cannot write to one another's memory ({reason})"
 
     def _prepare_push(self) -> push.PushSum:
         from nibble.kernels.collectives.peer_memory import PeerMemory
 
         memory = PeerMemory(push.memory_bytes(self.size), self.rank, self.device, self.all_gather)
-        return push.PushSum(memory, self.rank, self.device)
+        try:
+            return push.PushSum(memory, self.rank, self.device)
+        except Exception:
+            memory.close()
+            raise
 
     def _choose(self, ways: Sequence[Way]) -> str:
         """Keep the faster way by size, as rank 0 measures it; return what it measured, in microseconds."""

@@ -26,6 +26,8 @@ PACKET_BYTES, VALUES_BYTES = 16, 8
 MOST_BYTES = 1 << 20
 """Of a sum: 128 rows of 4,096 values in BF16."""
 MOST_PACKETS = MOST_BYTES // VALUES_BYTES
+_stopped = list[Tensor]()
+"""What kernels may still read that were told to stop: it must not be given to anything else."""
 
 
 def memory_bytes(size: int) -> int:
@@ -62,6 +64,7 @@ class PushSum:
         """Return the sum of `x`, contiguous in BF16, a multiple of 16 bytes."""
         from nibble.kernels.nvrtc import INT, POINTER
 
+        x = x.clone() if x.data_ptr() % VALUES_BYTES else x
         y, packets = torch.empty_like(x), x.nbytes // VALUES_BYTES
         tensors = (x, y, self._addresses, self._numbers, self._is_stopped)
         self._kernel.launch(
@@ -74,6 +77,7 @@ class PushSum:
         """Let go of the memory; `abort`: only end kernels that wait for other ranks."""
         if abort:
             self._is_stopped.fill_(1)
+            _stopped.append(self._is_stopped)
         else:
             torch.cuda.synchronize(self._addresses.device)
             self._memory.close()

@@ -1,32 +1,29 @@
 """gated_linear: silu(x Wg^T) * (x Wu^T), the first product of an MLP and the gate behind it.
 
-A weight [2N, K] has the rows of gates first. Few rows are multiplied and joined by the kernel of kernels/linear, where
-that wins its trial. Of many rows libraries write both halves, which another kernel reads again: a fortieth of the time
-of a prompt. gated_sm90.cu keeps them in registers; a trial at the first prompt decides for each shape. What is left is
-a library's product, with the gate in Triton behind it. The torch reference is naive.py.
+A weight [2N, K] has the rows of gates first. Few rows are multiplied and joined by the kernels of kernels/linear. Of
+many rows libraries write both halves, which another kernel reads again: a fortieth of the time of a prompt.
+gated_sm90.cu keeps them in registers. As of plain products, trials at load decide for each shape. What is left is a
+library's product, with the gate in Triton behind it. The torch reference is naive.py.
 
 Shape suffixes: T rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.kernels import ahead, gpu_of, linear, triton_present
+from nibble.kernels import gpu_of, linear, triton_present
 from nibble.kernels.gated import cuda, naive
+from nibble.kernels.linear import CUDA, TORCH, TRITON, Multiply, Operation
 
 MIN_BYTES = linear.MIN_BYTES
 """Bytes of a weight from which on it pays."""
 TILE = 64
 """Rows of a weight are a multiple of it, and so are inputs, of four times as much: kernels/linear has no masks."""
-MANY_ROWS = 512
-"""Rows from which on gated_sm90.cu is tried."""
-TRIAL_ROWS, CALLS, ROUNDS = 4096, 20, 3
-"""Of a trial: long enough for the GPU to reach the clock that its power allows."""
-_wins: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
+MANY_ROWS, ANY_ROWS = 512, 1 << 30
+"""Rows from which on gated_sm90.cu computes them; and up to which."""
 
 
 def may_serve(weight_2NK: Tensor) -> bool:
@@ -40,8 +37,27 @@ def may_serve(weight_2NK: Tensor) -> bool:
     )
 
 
+def _ways(weight: Tensor, most: int) -> dict[str, Multiply]:
+    """Return the ways to compute it with a weight on a GPU, for rows up to so many."""
+    ways: dict[str, Multiply] = {TORCH: _in_two}
+    if most <= linear.TRITON_ROWS:
+        ways[TRITON] = _by_triton
+    is_many = most == ANY_ROWS and weight.is_cuda
+    if linear.is_cuda_served(weight, most) or (
+        is_many and cuda.serves(weight.shape, weight.dtype, gpu_of(weight.device).arch)
+    ):
+        ways[CUDA] = _by_cuda
+    return ways
+
+
+OPERATION = Operation("gated-", _ways, {**linear.TRIALS, MANY_ROWS - 1: MANY_ROWS // 2, ANY_ROWS: 2048})
+
+
 def gated_linear(x: Tensor, weight_2NK: Tensor) -> Tensor:
-    """Compute silu(x Wg^T) * (x Wu^T) for a weight that may_serve() accepts, [..., K] -> [..., N]."""
+    """Compute silu(x Wg^T) * (x Wu^T) for a weight that may_serve() accepts, [..., K] -> [..., N].
+
+    Weights that are known at load take trials there (linear.decide with OPERATION); others are the library's.
+    """
     y: Tensor = torch.ops.nibble.gated_linear(x, weight_2NK)
     return y
 
@@ -50,64 +66,32 @@ def gated_linear(x: Tensor, weight_2NK: Tensor) -> Tensor:
 def _gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     if not (weight.is_cuda and triton_present()):
         return naive.gated_linear(x, weight)
-    rows = x.numel() // x.shape[-1]
-    way = linear.way_of(weight, rows)
-    if way == linear.TRITON:
-        from nibble.kernels.linear import triton
+    way = linear.way_of(weight, x.numel() // x.shape[-1], operation=OPERATION)
+    return _RUN[way](x, weight, None)
 
-        return triton.linear(x, weight, None, gated=True)
-    if way == linear.CUDA:
-        from nibble.kernels.linear import sm90
 
+def _by_triton(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    from nibble.kernels.linear import triton
+
+    return triton.linear(x, weight, None, gated=True)
+
+
+def _by_cuda(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    from nibble.kernels.linear import sm90
+
+    if x.numel() // x.shape[-1] <= sm90.MOST_ROWS:
         return sm90.linear(x, weight, gated=True)
-    if rows >= MANY_ROWS and _is_faster(weight):
-        if ahead.is_rehearsal():
-            _in_two(x, weight)
-        return cuda.gated_linear(x, weight)
-    return _in_two(x, weight)
+    return cuda.gated_linear(x, weight)
 
 
-def _in_two(x: Tensor, weight: Tensor) -> Tensor:
+def _in_two(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
     from nibble.kernels.gated.triton import gate
 
-    y = torch.nn.functional.linear(x, weight)
-    return gate(y.view(-1, y.shape[-1])).view(*y.shape[:-1], -1)
+    y = F.linear(x, weight)
+    return gate(y.view(-1, y.shape[-1])).view(*y.shape[:-1], weight.shape[0] // 2)
 
 
-def _is_faster(weight: Tensor) -> bool:
-    """Return whether gated_sm90.cu is right and faster for a shape, by a trial in each process."""
-    key = weight.device, weight.dtype, weight.shape
-    if key not in _wins and not torch.cuda.is_current_stream_capturing():
-        if not cuda.serves(weight.shape, weight.dtype, gpu_of(weight.device).arch):
-            _wins[key] = False
-        elif ahead.is_rehearsal():
-            return True  # both compile, as the trial runs both
-        else:
-            _wins[key] = _trial(weight)
-    return _wins.get(key, False)
-
-
-def _trial(weight: Tensor) -> bool:
-    x = torch.randn(TRIAL_ROWS, weight.shape[1], device=weight.device).to(weight.dtype)
-    try:
-        expected, y = (multiply(x, weight).float() for multiply in (_in_two, cuda.gated_linear))
-        times = [
-            [_ms(multiply, x, weight) for multiply in (_in_two, cuda.gated_linear)] for _ in range(ROUNDS)
-        ]
-    except Exception:  # of whatever kind: then it does not win
-        return False
-    in_two, in_one = map(min, zip(*times, strict=True))
-    return bool((y - expected).norm() <= linear.MAX_ERROR * expected.norm()) and in_one < in_two
-
-
-def _ms(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(CALLS):
-        multiply(x, weight)
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
+_RUN: dict[str, Multiply] = {TORCH: _in_two, TRITON: _by_triton, CUDA: _by_cuda}
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:

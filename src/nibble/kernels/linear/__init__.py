@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -39,8 +41,8 @@ TRITON_ROWS = 2 * MMA_ROWS
 """Rows that linear/triton.py multiplies with at most."""
 MAX_ERROR = 0.01
 """How far a way may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
-RUNS, FEW_ROWS = 5, MMA_ROWS
-"""Runs of a way in a trial, and rows at most of the product in front of each."""
+RUNS, FEW_ROWS, RIGHT_ROWS = 5, MMA_ROWS, 256
+"""Runs of a way in a trial, rows at most of the product in front of each, and rows that are compared."""
 FLUSH = 1 << 28
 """Bytes written before each timing, so that no weight is in the GPU's cache."""
 FEW_INPUTS = 256
@@ -48,11 +50,28 @@ FEW_INPUTS = 256
 SLEEP = 1 << 20
 """Clocks, half a millisecond."""
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_fastest: dict[tuple[torch.device, torch.dtype, torch.Size, int], str] = {}
+Key = tuple[str, torch.device, torch.dtype, torch.Size, int]
+_fastest: dict[Key, str] = {}
 results: dict[str, str] = {}
 """Who was fastest in trials, by the names of their files."""
 of_rank_0: dict[str, str] = {}
 """Those of rank 0, which the other ranks of a model take: all must compute as it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What trials are about: products, or what stands behind them, too."""
+
+    name: str
+    """Of their files."""
+    ways: Callable[[Tensor, int], Mapping[str, Multiply]]
+    """Weight, and rows up to which a trial counts -> ways to compute it, the library's first."""
+    trials: Mapping[int, int]
+    """Rows up to which a trial counts -> rows of the trial."""
+
+    def of(self, weight_NK: Tensor) -> list[int]:
+        """Return the numbers of rows up to which trials of a weight count."""
+        return [MMA_ROWS] if len(weight_NK) <= NARROW else list(self.trials)
 
 
 def serves(weight_NK: Tensor) -> bool:
@@ -60,31 +79,37 @@ def serves(weight_NK: Tensor) -> bool:
 
     Each shape takes its trials, the first time.
     """
-    tried = _tried(weight_NK) if _may_serve(weight_NK) else []
-    # All of them take their trial here, and none in the middle of a step.
-    return {_fastest_of(weight_NK, most) for most in tried} not in (set(), {TORCH})
+    return bool(decide(weight_NK, PRODUCT) - {TORCH})
 
 
-def compile_ahead(weights: Iterable[Tensor]) -> None:
-    """Begin to compile what trials of weights run, at the same time; serves() waits for it."""
+def decide(weight_NK: Tensor, operation: Operation) -> set[str]:
+    """Let a weight take its trials, if it can, and return who is fastest: all here, none in the middle of a step."""
+    tried = operation.of(weight_NK) if _may_serve(weight_NK) else []
+    return {_fastest_of(weight_NK, most, operation) for most in tried}
+
+
+def compile_ahead(weights: Iterable[Tensor], operation: Operation | None = None) -> None:
+    """Begin to compile what trials of weights run, at the same time; decide() waits for it."""
+    operation = operation or PRODUCT
     new = {
         key: x
         for x in weights
         if _may_serve(x)
-        for most in _tried(x)
-        if (key := _key(x, most)) not in _fastest and not _trial_path(x, most).exists()
+        for most in operation.of(x)
+        if (key := _key(x, most, operation)) not in _fastest and not _trial_path(x, most, operation).exists()
     }
     if not new:
         return
     with ahead.rehearsal():
         for (*_, most), weight_NK in new.items():
-            x = weight_NK.new_zeros(TRIALS[most], weight_NK.shape[1])
-            for multiply in _ways(weight_NK, most).values():
-                # What goes wrong shows in the trial.
+            x = weight_NK.new_zeros(operation.trials[most], weight_NK.shape[1])
+            for name, multiply in operation.ways(weight_NK, most).items():
+                # What goes wrong shows in the trial. The library's alone would compute something.
                 with suppress(Exception):
-                    multiply(x, weight_NK, None)
+                    if name != TORCH:
+                        multiply(x, weight_NK, None)
             with suppress(Exception):
-                _triton_linear(x[:, :FEW_INPUTS], weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS), None)
+                _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS), None)
 
 
 def _may_serve(weight_NK: Tensor) -> bool:
@@ -100,85 +125,102 @@ def _may_serve(weight_NK: Tensor) -> bool:
     )
 
 
-def _tried(weight_NK: Tensor) -> list[int]:
-    """Return the numbers of rows up to which trials of a weight count."""
-    return [MMA_ROWS] if len(weight_NK) <= NARROW else list(TRIALS)
-
-
 def _ways(weight_NK: Tensor, most: int) -> dict[str, Multiply]:
-    """Return our ways to multiply with a weight that _may_serve() accepts, for rows up to so many."""
-    ways: dict[str, Multiply] = {TRITON: _triton_linear} if most <= TRITON_ROWS else {}
-    # With it for few rows a step of 8 requests takes 4.71 ms in place of 4.50 (Llama-3.1-8B, one H200), though a trial
-    # finds it faster: what is in front of a product in a model lets it start later than what is there.
-    if most > MMA_ROWS and len(weight_NK) > NARROW and weight_NK.is_cuda:
+    """Return the ways to multiply with a weight that _may_serve() accepts, for rows up to so many."""
+    ways: dict[str, Multiply] = {TORCH: F.linear}
+    if most <= TRITON_ROWS:
+        ways[TRITON] = _triton_linear
+    if is_cuda_served(weight_NK, most):
         from nibble.kernels.linear import sm90
 
-        if sm90.serves(weight_NK.shape, weight_NK.dtype, gpu_of(weight_NK.device).arch):
-            ways[CUDA] = sm90.linear
+        ways[CUDA] = sm90.linear
     return ways
 
 
-def _key(weight_NK: Tensor, most: int) -> tuple[torch.device, torch.dtype, torch.Size, int]:
-    return weight_NK.device, weight_NK.dtype, weight_NK.shape, most
+PRODUCT = Operation("", _ways, TRIALS)
 
 
-def _fastest_of(weight_NK: Tensor, most: int) -> str:
+def is_cuda_served(weight_NK: Tensor, most: int) -> bool:
+    """Return whether sm90.py is tried for a weight, for rows up to so many."""
+    # With it for few rows a step of 8 requests takes 4.71 ms in place of 4.50 (Llama-3.1-8B, one H200), though a trial
+    # finds it faster: what is in front of a product in a model lets it start later than what is there.
+    if most <= MMA_ROWS or len(weight_NK) <= NARROW or not weight_NK.is_cuda:
+        return False
+    from nibble.kernels.linear import sm90
+
+    return most <= sm90.MOST_ROWS and sm90.serves(
+        weight_NK.shape, weight_NK.dtype, gpu_of(weight_NK.device).arch
+    )
+
+
+def _key(weight_NK: Tensor, most: int, operation: Operation = PRODUCT) -> Key:
+    return operation.name, weight_NK.device, weight_NK.dtype, weight_NK.shape, most
+
+
+def _fastest_of(weight_NK: Tensor, most: int, operation: Operation = PRODUCT) -> str:
     """Return the result of a trial, one for each shape, rows and machine."""
-    key = _key(weight_NK, most)
+    key = _key(weight_NK, most, operation)
     if key not in _fastest:
-        path = _trial_path(weight_NK, most)
-        _fastest[key] = of_rank_0.get(path.name) or _result_of(path) or _trial(weight_NK, most, path)
-        results[path.name] = _fastest[key]
+        path, ways = _trial_path(weight_NK, most, operation), operation.ways(weight_NK, most)
+        result = of_rank_0.get(path.name) or _result_of(path)
+        # What is kept may be of another machine, or of another set of packages.
+        if result is None or result not in ways:
+            result = _trial(weight_NK, most, operation, path)
+        _fastest[key] = results[path.name] = result
     return _fastest[key]
 
 
 def _result_of(path: Path) -> str | None:
-    """Return what a trial left, None if there is none yet, or what is there is not of a trial."""
+    """Return what a trial left, None if there is nothing yet."""
     with suppress(OSError, ValueError):
-        text = path.read_text(encoding="utf-8")
-        return text if text in {TORCH, TRITON, CUDA} else None
+        return path.read_text(encoding="utf-8")
     return None
 
 
-def _trial_path(weight_NK: Tensor, most: int) -> Path:
+def _trial_path(weight_NK: Tensor, most: int, operation: Operation = PRODUCT) -> Path:
     """Return the file that keeps the result of a trial.
 
     Where both are equally fast each trial ends as it likes, and a model whose layers are computed in another way is
     compiled anew (models/compile_cache.py).
     """
     n, k = weight_NK.shape
-    # The kernels and this file decide, too.
-    folder = Path(__file__).parent
-    paths = (
-        *sorted(folder.glob("*.py")),
-        *sorted(folder.glob("*.cu")),
-        folder.with_name("dependent_launch.py"),
-    )
-    sources = [path.read_text(encoding="utf-8") for path in paths]
+    gpu = torch.cuda.get_device_name(weight_NK.device) if weight_NK.is_cuda else ""
+    digest = hashlib.sha256(repr((gpu, *_facts())).encode()).hexdigest()[:16]
+    dtype = str(weight_NK.dtype).removeprefix("torch.")
+    return cache_folder() / "linear" / f"{operation.name}{dtype}-{most}x{n}x{k}-{digest}"
+
+
+@cache
+def _facts() -> tuple[object, ...]:
+    """Return what decides beside the GPU: kernels, this file, and what makes code of them."""
+    kernels = Path(__file__).parents[1]
+    paths = [kernels / name for name in ("dependent_launch.py", "nvrtc.py", "tensor_map.py")]
+    paths += [path for folder in ("linear", "gated") for path in sorted((kernels / folder).glob("*.[pc]*"))]
+    paths += sorted((kernels / "codecs").glob("*.cuh"))
     versions = []
-    for package in ("torch", "triton"):
+    for package in ("torch", "triton", "cuda-bindings"):
         with suppress(metadata.PackageNotFoundError):  # Triton comes by other names too
             versions.append(metadata.version(package))
-    gpu = torch.cuda.get_device_name(weight_NK.device) if weight_NK.is_cuda else ""
-    facts = repr((gpu, torch.version.cuda, versions, sources))
-    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    return (
-        cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{most}x{n}x{k}-{digest}"
-    )
+    return torch.version.cuda, versions, [path.read_text(encoding="utf-8") for path in paths]
 
 
-def _trial(weight_NK: Tensor, most: int, path: Path) -> str:
+def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> str:
     """Run a trial and keep its result. A kernel that fails for whatever reason does not win, this time."""
-    x = torch.randn(TRIALS[most], weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
-    right, has_failed = dict[str, Multiply](), False
-    for name, multiply in _ways(weight_NK, most).items():
+    ways = dict(operation.ways(weight_NK, most))
+    if set(ways) <= {TORCH}:
+        return TORCH
+    rows = operation.trials[most]
+    x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+    right, has_failed, library = dict[str, Multiply](), False, ways.pop(TORCH)
+    for name, multiply in ways.items():
         try:
-            if _is_right(multiply, x, weight_NK):
+            if _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
+                multiply(x, weight_NK, None)
                 right[name] = multiply
         except Exception:
             has_failed = True
     # The library is timed only where there is another way.
-    ways = {TORCH: F.linear, **right} if right else {}
+    ways = {TORCH: library, **right} if right else {}
     times = {name: _ms(multiply, x, weight_NK) for name, multiply in ways.items()}
     fastest = min(times, key=lambda name: times[name], default=TORCH)
     if not has_failed:
@@ -189,8 +231,8 @@ def _trial(weight_NK: Tensor, most: int, path: Path) -> str:
     return fastest
 
 
-def _is_right(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> bool:
-    expected = F.linear(x, weight_NK).float()
+def _is_right(multiply: Multiply, library: Multiply, x: Tensor, weight_NK: Tensor) -> bool:
+    expected = library(x, weight_NK, None).float()
     return bool((multiply(x, weight_NK, None).float() - expected).norm() <= MAX_ERROR * expected.norm())
 
 
@@ -215,10 +257,11 @@ def _ms(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> float:
     return statistics.median(times)
 
 
-def way_of(weight_NK: Tensor, rows: int, untried: str = TORCH) -> str:
+def way_of(weight_NK: Tensor, rows: int, untried: str = TORCH, operation: Operation | None = None) -> str:
     """Return how a weight is multiplied with so many rows; `untried` where no trial was made."""
-    most = next((most for most in TRIALS if rows <= most), None)
-    return TORCH if most is None else _fastest.get(_key(weight_NK, most), untried)
+    operation = operation or PRODUCT
+    most = next((most for most in operation.trials if rows <= most), None)
+    return TORCH if most is None else _fastest.get(_key(weight_NK, most, operation), untried)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -161,8 +161,9 @@ def linear(
     tile = tile or tile_of(n, inputs, rows, gpu_of(device).processors)
     if rows > MOST_ROWS or not tile.fits(inputs, rows):
         raise BackendError(f"{rows} rows of {inputs} inputs do not fit into {tile} on SM90")
-    if bias_N is not None:
-        bias_N = bias_N if bias_N.is_contiguous() and not bias_N.data_ptr() % 8 else bias_N.clone()
+    is_known = bias_N is None or (bias_N.is_contiguous() and not bias_N.data_ptr() % 8)
+    if bias_N is not None and not is_known:
+        bias_N = bias_N.clone(memory_format=torch.contiguous_format)
     of_block = GROUP * tile.groups // (2 if gated else 1)
     maps = (
         tensor_map(x_TK, (padded(rows), INPUTS)),
@@ -173,7 +174,9 @@ def linear(
     types = (*(None,) * len(maps), *(POINTER,) * len(pointers), *(INT,) * len(sizes))
     blocks, threads = cdiv(outputs, of_block) * tile.splits, 128 * tile.groups + 32
     kernel = _kernel(device, padded(rows), tile, gated)
-    kernel.launch(blocks, threads, tile.shared(rows), types, (*maps, *pointers, *sizes), starts_early=True)
+    kernel.launch(
+        blocks, threads, tile.shared(rows), types, (*maps, *pointers, *sizes), starts_early=is_known
+    )
     return out
 
 
