@@ -16,6 +16,8 @@ _TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 """Of CUtensorMapSwizzle and CUtensorMapL2promotion."""
 _ALIGNMENT, _SIZE = 64, 128
+ALIGNED = 8
+"""Values of 16 bytes, of which the tensor copy engine wants whole ones."""
 _MOST_MAPS = 4096
 """Maps that are kept: the allocator gives a step's tensors the same places again and again."""
 
@@ -66,6 +68,13 @@ def tensor_map(x: Tensor, box: tuple[int, ...]) -> TensorMap:
         BackendError: The driver refuses it.
     """
     return _map(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
+
+
+def copyable(x_TK: Tensor) -> Tensor:
+    """Return rows of 16-bit floats as tensor_map() takes them, copied where they lie otherwise."""
+    row, value = x_TK.stride()
+    is_copyable = value == 1 and row >= x_TK.shape[1] and not (row | x_TK.data_ptr() // 2) % ALIGNED
+    return x_TK if is_copyable else x_TK.clone(memory_format=torch.contiguous_format)
 
 
 _map = lru_cache(maxsize=_MOST_MAPS)(TensorMap)

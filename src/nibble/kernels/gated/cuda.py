@@ -75,13 +75,13 @@ def gated_linear(
         BackendError: The driver refuses the tensors or the launch.
     """
     from nibble.kernels.nvrtc import INT
-    from nibble.kernels.tensor_map import tensor_map
+    from nibble.kernels.tensor_map import copyable, tensor_map
 
     (double, inputs), device = weight.shape, weight.device
     out = x.new_empty(*x.shape[:-1], double // 2)
     if not out.numel():
         return out
-    x_TK, out_TN = _copyable(x.reshape(-1, inputs)), out.view(-1, double // 2)
+    x_TK, out_TN = copyable(x.reshape(-1, inputs)), out.view(-1, double // 2)
     outputs, rows = out_TN.shape[1], cdiv(len(x_TK), BLOCKS * ROWS)
     columns, steps = cdiv(outputs, OUTPUTS), cdiv(inputs, INPUTS)
     # Bands of about the same size: a small one would read the whole weight for few rows.
@@ -97,13 +97,6 @@ def gated_linear(
     types = (*(None,) * len(maps), *(INT,) * len(sizes))
     _kernel(device, stagger, rounds_silu).launch(BLOCKS * clusters, THREADS, SHARED, types, (*maps, *sizes))
     return out
-
-
-def _copyable(x_TK: Tensor) -> Tensor:
-    """Return rows as the tensor copy engine takes them: in 16-byte pieces."""
-    row, value = x_TK.stride()
-    is_copyable = value == 1 and row >= x_TK.shape[1] and not (row | x_TK.data_ptr() // 2) % ALIGNED
-    return x_TK if is_copyable else x_TK.clone(memory_format=torch.contiguous_format)
 
 
 def macros(stagger: int = STAGGER, rounds_silu: bool = ROUNDS_SILU) -> dict[str, int]:

@@ -9,32 +9,14 @@
 // while the other computes outputs, 0 for together; ROUND_SILU, 0 or 1: whether silu is rounded before it is a factor.
 #include "bits.cuh"
 #include "cluster.cuh"
+#include "wgmma_ss.cuh"
 
 constexpr int BLOCKS = 2, GROUPS = 2, WARPS = 4 * GROUPS;
 constexpr int ROWS = 64 * GROUPS, OUTPUTS = 128, INPUTS = 64;  // of a block's tile; and of a stage
 constexpr int SUMS = OUTPUTS;                                  // of a thread: gates, then as many factors
-constexpr int SWIZZLED = 128, EIGHT_ROWS = 1024;               // bytes of a row, and of what the swizzle repeats in
 constexpr int X_BYTES = ROWS * SWIZZLED, HALF_BYTES = OUTPUTS * SWIZZLED, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 static_assert(STAGGER < STAGES, "the first stages are filled before both warpgroups have started");
 constexpr int WARP_ROWS = 16, BOX_BYTES = WARP_ROWS * SWIZZLED, BOXES = OUTPUTS / 64;  // a warp's outputs
-
-// CUtensorMap
-struct alignas(64) TensorMap { u64 words[16]; };
-
-struct Barriers {
-  u32 first;
-  DEVICE u32 full(int stage) const { return first + 8 * stage; }
-  DEVICE u32 empty(int stage) const { return first + 8 * (STAGES + stage); }
-};
-
-// Where a product is up to: a stage, and the parity of its phase.
-struct Place {
-  int stage = 0;
-  u32 parity = 0;
-  DEVICE void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 struct Sizes {
   int rows, columns;  // tiles of a cluster
@@ -63,19 +45,7 @@ DEVICE void wait_for_cluster(u32 barrier, u32 parity) {
       :: "r"(barrier), "r"(parity) : "memory");
 }
 
-DEVICE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-#define COPY "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-
-// Copy the box from row y and column x on.
-DEVICE void copy(u32 to, const TensorMap& map, int y, int x, u32 barrier) {
-  asm volatile(COPY " [%0],[%1,{%2,%3}],[%4];"
-               :: "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier) : "memory");
-}
-
-// The same to this place of both blocks, whose barriers each count it.
+// Copy the box to this place of both blocks, whose barriers each count it.
 DEVICE void copy_to_both(u32 to, const TensorMap& map, int y, int x, u32 barrier) {
   asm volatile(COPY ".multicast::cluster [%0],[%1,{%2,%3}],[%4],%5;"
                :: "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(u16((1 << BLOCKS) - 1)) : "memory");
@@ -98,25 +68,7 @@ DEVICE void produce(
   }
 }
 
-// ---- the warpgroups that multiply: see attention/wgmma.cuh ----------------------------------------------
-
-// Where a matrix lies is in the lower half of a descriptor alone; the upper one is the same for all.
-DEVICE u32 matrix_at(u32 address) { return 1 << 16 | address >> 4; }
-DEVICE u32 behind(u32 matrix, int bytes) { return matrix + (bytes >> 4); }
-DEVICE u64 descriptor(u32 matrix) {
-  constexpr u64 swizzle_128 = 1ull << 62;
-  return swizzle_128 | u64(EIGHT_ROWS >> 4) << 32 | matrix;
-}
-
-template <int LATER> DEVICE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LATER) : "memory");
-}
-
-// Sums stay where they are until a wait: the compiler must not move what uses them in front of it.
-DEVICE void keep(float (&d)[SUMS]) {
-#pragma unroll
-  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i]) :: "memory");
-}
+// ---- the warpgroups that multiply -----------------------------------------------------------------------
 
 #define OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT_16(d, i) OUT_4(d, i), OUT_4(d, i + 4), OUT_4(d, i + 8), OUT_4(d, i + 12)
@@ -142,23 +94,11 @@ DEVICE void multiply(float (&sums)[SUMS], u32 a, u32 b, bool is_first) {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-DEVICE u32 in_block(u32 address, u32 rank) {
-  u32 r;
-  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
-  return r;
-}
-
 DEVICE void arrive_in_block(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _,[%0];" :: "r"(barrier) : "memory");
 }
 
 // ---- outputs ------------------------------------------------------------------------------------------
-
-DEVICE float low(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
-
-// Far below zero the exponential is infinite, and its inverse 0.
-DEVICE float silu(float x) { return x * rcp(1 + ex2(x * -LOG2E)); }
 
 // Two outputs. Both factors are rounded, as the product's outputs in memory would be.
 DEVICE u32 gated(float gate_0, float gate_1, float up_0, float up_1) {

@@ -211,17 +211,16 @@ def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> st
         return TORCH
     rows = operation.trials[most]
     x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
-    right, has_failed, library = dict[str, Multiply](), False, ways.pop(TORCH)
+    times, has_failed, library = dict[str, float](), False, ways.pop(TORCH)
     for name, multiply in ways.items():
         try:
             if _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
-                multiply(x, weight_NK, None)
-                right[name] = multiply
+                times[name] = _ms(multiply, x, weight_NK)
         except Exception:
             has_failed = True
     # The library is timed only where there is another way.
-    ways = {TORCH: library, **right} if right else {}
-    times = {name: _ms(multiply, x, weight_NK) for name, multiply in ways.items()}
+    if times:
+        times[TORCH] = _ms(library, x, weight_NK)
     fastest = min(times, key=lambda name: times[name], default=TORCH)
     if not has_failed:
         # A cache folder that cannot be written costs time, nothing else.

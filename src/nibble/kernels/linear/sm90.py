@@ -149,14 +149,14 @@ def linear(
         BackendError: There are too many rows, the tile does not fit, or the driver refuses the tensors or the launch.
     """
     from nibble.kernels.nvrtc import INT, POINTER
-    from nibble.kernels.tensor_map import tensor_map
+    from nibble.kernels.tensor_map import copyable, tensor_map
 
     (n, inputs), device = weight_NK.shape, weight_NK.device
     outputs = n // 2 if gated else n
     out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
-    x_TK = _copyable(x.reshape(-1, inputs))
+    x_TK = copyable(x.reshape(-1, inputs))
     rows = len(x_TK)
     tile = tile or tile_of(n, inputs, rows, gpu_of(device).processors)
     if rows > MOST_ROWS or not tile.fits(inputs, rows):
@@ -178,13 +178,6 @@ def linear(
         blocks, threads, tile.shared(rows), types, (*maps, *pointers, *sizes), starts_early=is_known
     )
     return out
-
-
-def _copyable(x_TK: Tensor) -> Tensor:
-    """Return rows as the tensor copy engine takes them: in 16-byte pieces."""
-    row, value = x_TK.stride()
-    is_copyable = value == 1 and row >= x_TK.shape[1] and not (row | x_TK.data_ptr() // 2) % ALIGNED
-    return x_TK if is_copyable else x_TK.clone(memory_format=torch.contiguous_format)
 
 
 def macros(rows: int, tile: Tile, gated: bool = False) -> dict[str, int]:
