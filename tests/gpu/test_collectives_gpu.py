@@ -5,6 +5,7 @@ Skipped where there are no two GPUs, or they are not asked for: NIBBLE_TEST_GPU=
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nibble.errors import BackendError
 from nibble.kernels.collectives import push
-from nibble.kernels.collectives.processes import NcclCollectives, store
+from nibble.kernels.collectives.processes import NcclCollectives, abort, store
+
+peer_memory = pytest.importorskip("nibble.kernels.collectives.peer_memory")  # needs CUDA's bindings
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -67,20 +71,40 @@ def in_graphs(group: NcclCollectives, rng: torch.Generator) -> None:
 
 def stopped(rank: int, port: int) -> None:
     group = connected(rank, port)
+    group.barrier()
     if rank:
-        time.sleep(4)  # it sends nothing
-    else:
-        assert group._push is not None
+        os._exit(0)  # it sends nothing, and its memory goes with it
+    assert group._push is not None
+    for _ in range(20):  # writes, too, to memory whose owner is gone
         group._push(torch.ones(ROWS, VALUES, device=group.device).bfloat16())
-        time.sleep(1)
-        assert not torch.cuda.current_stream().query()
-        group._push.close(abort=True)
-        until = time.monotonic() + 2
-        while not torch.cuda.current_stream().query() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert torch.cuda.current_stream().query()
+    time.sleep(1)
+    assert not torch.cuda.current_stream().query()
+    abort()
+    until = time.monotonic() + 2
+    while not torch.cuda.current_stream().query() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert torch.cuda.current_stream().query()
+    assert torch.ones(4, device=group.device).sum().item() == 4
+    os._exit(0)  # as a store without the other rank would not end
 
 
-@pytest.mark.parametrize(("work", "port"), [(values, 29671), (stopped, 29681)])
+def refused(rank: int, port: int) -> None:
+    """One rank cannot: all add up by NCCL."""
+    if rank:
+        peer_memory._opened = lambda values: driver_says_no()
+    group = connected(rank, port)
+    assert group._push is None
+    assert "NCCL" in group.note
+    x = torch.full((ROWS, VALUES), rank + 1.0, device=group.device).bfloat16()
+    assert torch.equal(group.all_reduce(x), expected(group, x))
+    group.barrier()
+    group.close()
+
+
+def driver_says_no() -> int:
+    raise BackendError("planted")
+
+
+@pytest.mark.parametrize(("work", "port"), [(values, 29671), (stopped, 29681), (refused, 29691)])
 def test_sums(work: Any, port: int) -> None:
     mp.spawn(work, (port,), nprocs=SIZE)

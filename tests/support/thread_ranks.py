@@ -59,7 +59,7 @@ class ThreadCollectives:
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
-    def close(self, *, abort: bool = False) -> None:
+    def close(self) -> None:
         self._meeting.barrier.abort()
 
 

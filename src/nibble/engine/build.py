@@ -578,6 +578,8 @@ def run_prompt(
             item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
             logits.append(runner.forward(Batch((item,)), every=True))
             manager.commit(request.lease, request.token_ids, item.end)
+        if runner.followers:
+            runner.followers.settle()
     finally:
         manager.release(request.lease)
     return logits

@@ -428,6 +428,8 @@ class Engine:
                     self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
                 runs, logprobs = step.read(), step.read_logprobs()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
+                if self.ranks:
+                    self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
                 self._fail_batch(step.batch, self._explained(error))

@@ -41,7 +41,7 @@ from nibble.engine.plan import EnginePlan
 from nibble.engine.step_numbers import StepNumbers
 from nibble.errors import RankError
 from nibble.kernels.collectives import Collectives, register, release
-from nibble.kernels.collectives.processes import connect, store
+from nibble.kernels.collectives.processes import abort, connect, store
 from nibble.models.shards import Shard
 from nibble.processes import ending, is_stopped, memory_kills
 
@@ -198,6 +198,8 @@ class Ranks:
         import torch
 
         device = torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the others take those behind it
         address = self.places[0].address
         shared = store(address, 0, 0, self.size)
         self._send(replace(message(shared.port), places=self.places))
@@ -254,6 +256,7 @@ class Ranks:
             with self.together():
                 self._send(Command("call", (function, arguments)))
                 yield self.here
+                self.settle()
         finally:
             self.is_serving = was_serving
 
@@ -269,6 +272,18 @@ class Ranks:
                 if not self.failure:
                     self._fail(f"rank 0 of {self.size} was interrupted in a step ({type(error).__name__})")
                 raise
+
+    def settle(self) -> None:
+        """Wait for what this rank computes.
+
+        Raises:
+            RankError: another rank failed meanwhile, and what was computed with it is nothing.
+        """
+        import torch
+
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        self.check()
 
     def serve(self) -> None:
         """Wait until all are ready to serve."""
@@ -391,10 +406,10 @@ class Ranks:
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_S)
-        if self.here and self.device != "cpu":
+        if self.device != "cpu":
             # Else a kernel that waits for the rank would wait for ever.
             with suppress(Exception):
-                self.here.group.close(abort=True)  # type: ignore[attr-defined]
+                abort()
         for process in self._processes.values():
             # None is left as a zombie, also on a machine that takes its time to end a process.
             with suppress(subprocess.TimeoutExpired):
@@ -410,11 +425,12 @@ class Ranks:
         for connection in self._connections.values() if asks else ():
             with suppress(OSError):
                 connection.send(Command("stop"))
-        until = time.monotonic() + (STOP_S if asks else 0.0)
+        is_alone, until = not asks, time.monotonic() + (STOP_S if asks else 0.0)
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
             if process.poll() is None:
+                is_alone = True
                 process.kill()
             process.wait()
         self._monitor.join(STOP_S)
@@ -422,8 +438,10 @@ class Ranks:
             connection.close()
         if self.here:
             release(self.here.number)
-            if not (self.failure and self.device != "cpu"):
-                with suppress(Exception):
+            with suppress(Exception):
+                if is_alone and self.device != "cpu":
+                    abort()
+                else:
                     self.here.group.close()  # type: ignore[attr-defined]
         self._map.close()
         self._counts.close()

@@ -70,3 +70,7 @@ class Followers(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Let what all ranks do in the body end for all of them, or no further step be computed."""
         ...
+
+    def settle(self) -> None:
+        """Wait for what this rank computes, and raise RankError if another failed meanwhile."""
+        ...

@@ -46,8 +46,8 @@ class PeerMemory:
         handle, reason = bytes(HANDLE_BYTES), "another rank cannot"
         try:
             handle = self._take(size)
-        except BackendError as error:
-            reason = str(error)
+        except Exception as error:  # of all kinds: drivers, packages
+            reason = f"{type(error).__name__}: {error}"
         # Whoever cannot says so by zeros: the others wait for what it has.
         handles = gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
         if not bool(handles.any(1).all()):
@@ -56,7 +56,7 @@ class PeerMemory:
         try:
             for other, values in enumerate(handles.tolist()):
                 self.addresses.append(self._own if other == rank else _opened(bytes(values)))
-        except BackendError:
+        except Exception:
             self.close()
             raise
 

@@ -9,7 +9,10 @@ NVLink is not used.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,8 +22,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from nibble.errors import BackendError
 from nibble.kernels.collectives import Collectives, push
 
+log = logging.getLogger("nibble.ranks")
 dist: Any = torch.distributed  # whose stub leaves out what a build may lack
 TIMEOUT_S = 600.0
 """A rank that waits longer for another gives up; engine/ranks.py notices before."""
@@ -28,6 +33,8 @@ TRIED_BYTES = tuple(8192 << n for n in range(8))
 """Sizes of sums that are timed at the start, up to push.MOST_BYTES: a row of 4,096 values in BF16, twice that, ..."""
 CALLS, RUNS = 10, 5
 """Sums in a recorded graph that is timed, and how often it is."""
+TRIAL_S = 60.0
+"""How long the first sums through memory of other ranks may take, all sizes together."""
 Way = Callable[[Tensor], Tensor]
 """To add up what all ranks have."""
 
@@ -76,6 +83,13 @@ def connect(
     return NcclCollectives(shared, rank, size, device, one_host=one_host)
 
 
+def abort() -> None:
+    """End what this process's GPU waits for of other ranks, where one is gone; a group may still be in the making."""
+    push.stop_all()
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def ordered_sum(parts: Tensor) -> Tensor:
     """Return the sum of what ranks have [size, ...], added in their order."""
     first, *others = parts
@@ -118,7 +132,7 @@ class GlooCollectives:
         """Wait until every rank is here."""
         self._group.barrier().wait()
 
-    def close(self, *, abort: bool = False) -> None:
+    def close(self) -> None:
         """End the group."""
         self._group = None
 
@@ -149,20 +163,43 @@ class NcclCollectives:
             self._push = self._prepare_push()
         except Exception as error:  # of all kinds: drivers, packages, compilers
             reason = f"{type(error).__name__}: {error}"
+            log.warning("rank %d of %d cannot write to other ranks' memory: %s", self.rank, self.size, reason)
         if self._all_agree(self._push is not None):
             assert self._push is not None
-            # Small integers, whose sums are exact in any order. Three times: memory is used in turns.
-            x = (torch.arange(4096, device=self.device) % 7).bfloat16() * (self.rank + 1)
-            equal = [bool((self._push(x + i) == self._by_nccl(x + i)).all()) for i in range(3)]
-            if self._all_agree(all(equal)):
-                return self._choose((self._by_nccl, self._push))
-            reason = "they do not add up as NCCL does"
+            if note := self._tried(self._push):
+                return note
+            reason = "sums through it are not NCCL's"
         if self._push is not None:
             self._push.close()
             self._push = None
         return f"sums of few rows go through NCCL: ranks cannot write to one another's memory ({reason})"
 
+    def _tried(self, add: push.PushSum) -> str:
+        """Return what was measured; nothing where sums are wrong, or what one rank writes does not reach another.
+
+        There are machines whose drivers allow it, and whose GPUs then wait for ever for what is lost on the way.
+        """
+        timer = threading.Timer(TRIAL_S, add.stop)
+        timer.daemon = True
+        timer.start()
+        note = ""
+        try:
+            # Small integers, whose sums are exact in any order. Three times: memory is used in turns.
+            x = ((torch.arange(4096, device=self.device) + self.rank) % 7).bfloat16()
+            equal = [bool((add(x + i) == self._by_nccl(x + i)).all()) for i in range(3)]
+            if self._all_agree(all(equal) and not add.is_stopped):
+                note = self._choose((self._by_nccl, add))
+        finally:
+            timer.cancel()
+            timer.join()  # it must not end between this rank's vote and the others'
+        if self._all_agree(bool(note) and not add.is_stopped):
+            return note
+        self._ways = []
+        return ""
+
     def _prepare_push(self) -> push.PushSum:
+        if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+            raise BackendError("NCCL_P2P_DISABLE is set")
         from nibble.kernels.collectives.peer_memory import PeerMemory
 
         memory = PeerMemory(push.memory_bytes(self.size), self.rank, self.device, self.all_gather)
@@ -221,15 +258,12 @@ class NcclCollectives:
         """Wait until every rank is here."""
         dist.barrier(device_ids=[self.device.index or 0])
 
-    def close(self, *, abort: bool = False) -> None:
-        """End the group; `abort` where another rank is gone, for which kernels would wait for ever."""
+    def close(self) -> None:
+        """End the group; not where another rank is gone, for which kernels would wait for ever: see abort()."""
         self._ways = []
         if self._push is not None:
-            self._push.close(abort=abort)
-        if abort:
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
+            self._push.close()
+        dist.destroy_process_group()
 
 
 def _graph_us(run: Callable[[], Tensor]) -> float:

@@ -51,6 +51,7 @@ push_sum(const uint2* x, uint2* y, const u64* memory, u32* numbers, const int* s
   uint4* to[RANKS];
 #pragma unroll
   for (int r = 0; r < RANKS; r++) to[r] = reinterpret_cast<uint4*>(memory[r]);
+  const uint4* const from = reinterpret_cast<const uint4*>(memory[rank]);
   wait_for_inputs();
   const u32 number = numbers[blockIdx.x] + 1;
   if (live) {
@@ -62,7 +63,7 @@ push_sum(const uint2* x, uint2* y, const u64* memory, u32* numbers, const int* s
     float sums[4] = {};
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
-      const uint2 part = r == rank ? own : awaited(to[rank] + half + r * MOST, number, stop);
+      const uint2 part = r == rank ? own : awaited(from + half + r * MOST, number, stop);
       add(sums, part.x), add(sums + 2, part.y);
     }
     y[at] = make_uint2(pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]));

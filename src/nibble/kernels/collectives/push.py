@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ _stopped = list[Tensor]()
 def memory_bytes(size: int) -> int:
     """Return what each rank receives in: two halves, of packets of each rank."""
     return 2 * size * MOST_PACKETS * PACKET_BYTES
+
+
+def stop_all() -> None:
+    """End all kernels of this process that wait for other ranks, now and from now on."""
+    for one in list(_all):
+        one.stop()
 
 
 def macros(size: int) -> dict[str, int]:
@@ -59,6 +66,7 @@ class PushSum:
         gpu = gpu_of(device)
         self._starts_early = gpu.arch >= SM90
         self._kernel = _kernel(gpu.arch, device.index or 0, size)
+        _all.add(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the sum of `x`, contiguous in BF16, a multiple of 16 bytes."""
@@ -73,14 +81,26 @@ class PushSum:
         )  # fmt: skip
         return y
 
-    def close(self, *, abort: bool = False) -> None:
-        """Let go of the memory; `abort`: only end kernels that wait for other ranks."""
-        if abort:
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether sums wait for no other rank any more, and what they return means nothing."""
+        return bool(self._is_stopped)
+
+    def stop(self) -> None:
+        """End kernels that wait for other ranks, now and from now on. Any thread may call it."""
+        # A tensor of the one mode could not be written to in the other; here, both can.
+        with torch.inference_mode():
             self._is_stopped.fill_(1)
-            _stopped.append(self._is_stopped)
-        else:
-            torch.cuda.synchronize(self._addresses.device)
-            self._memory.close()
+        _stopped.append(self._is_stopped)
+
+    def close(self) -> None:
+        """Let go of the memory; no sum is needed any more."""
+        self.stop()
+        torch.cuda.synchronize(self._addresses.device)
+        self._memory.close()
+
+
+_all = WeakSet[PushSum]()
 
 
 @cache
