@@ -10,6 +10,7 @@ Shape suffixes: T tokens, N values of a half.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nibble.kernels import gated, linear
 from nibble.kernels.experts.gate import SILU, Gate
 from nibble.kernels.experts.gate import gated as joined
-from nibble.models.graph_convolutions import TOKENS, NotMovedError
+from nibble.models.graph_convolutions import TOKENS
 from nibble.models.graph_projections import Run, is_pointwise, is_tensor, shape_of, width_of
 
 aten = torch.ops.aten
@@ -99,20 +100,23 @@ def _between(gate: fx.Node, reached: list[fx.Node]) -> list[fx.Node]:
 def _is_gate(product: fx.Node, gate: fx.Node) -> bool:
     """Return whether a node is the gate that kernels compute, of the halves of a product."""
     value, y = gate.meta["val"], product.meta["val"]
-    # The rows are the same, with or without a dimension of 1 in front.
-    sizes = (*y.shape[:-1], y.shape[-1] // 2)
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype != y.dtype
-        or tuple(value.shape) not in (sizes, (1, *sizes), sizes[1:])
-    ):
+    if not isinstance(value, Tensor) or value.dtype != y.dtype:
         return False
     try:
+        # The rows are the same, with or without a dimension of 1 in front.
+        sizes = (*_formulas(y.shape[:-1]), width_of(product) // 2)
+        if _formulas(value.shape) not in (sizes, (1, *sizes), sizes[1:]):
+            return False
         with unset_fake_temporarily():  # which compilers' passes run under
             return all(_is_gated(product, gate, size) for size in _SIZES[value.dtype])
-    # What is between may not run over other numbers of tokens.
-    except (NotMovedError, RuntimeError):
+    # What is between may not run over other numbers of tokens, in ways of its own.
+    except Exception:
         return False
+
+
+def _formulas(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Return sizes as formulas: compared as they are, those that vary would become conditions of the model."""
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
 def _is_gated(product: fx.Node, gate: fx.Node, size: float) -> bool:

@@ -46,8 +46,9 @@ class ReplaceOperators(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             self._replace_product(node, None, *node.args)
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
-            # Not where the bias is a matrix, or a factor is beside it.
-            if not node.kwargs and node.args[0].meta["val"].dim() == 1:
+            # Not where the bias is a matrix or computed, which kernels read ahead, or a factor is beside it.
+            bias = node.args[0]
+            if not node.kwargs and bias.op in _INPUTS and bias.meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
         graph_gates.join_gates(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):

@@ -57,8 +57,8 @@ def _join(graph: fx.Graph, rule: fx.Node) -> bool:
     try:
         with unset_fake_temporarily():  # which compilers' passes run under
             inputs, runs = _projection_of(rule)
-    # What is between may not run over other numbers of tokens.
-    except (NotMovedError, RuntimeError):
+    # What is between may not run over other numbers of tokens, in ways of its own.
+    except Exception:
         return False
     with graph.inserting_before(rule):
         joined = graph.call_function(_PROJECTED, _arguments((*inputs, runs), rule.args))

@@ -27,8 +27,8 @@ from nibble.kernels.collectives import Collectives, push
 
 log = logging.getLogger("nibble.ranks")
 dist: Any = torch.distributed  # whose stub leaves out what a build may lack
-TIMEOUT_S = 600.0
-"""A rank that waits longer for another gives up; engine/ranks.py notices before."""
+TIMEOUT_S = 1800.0
+"""A rank that waits longer for another gives up: rank 0 may compile for long. engine/ranks.py notices before."""
 TRIED_BYTES = tuple(8192 << n for n in range(8))
 """Sizes of sums that are timed at the start, up to push.MOST_BYTES: a row of 4,096 values in BF16, twice that, ..."""
 CALLS, RUNS = 10, 5

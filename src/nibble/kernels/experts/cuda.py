@@ -292,5 +292,5 @@ def few_product(
     blocks = choices * (outputs // tile.rows)
     if not is_combined:
         blocks = min(blocks, gpu.processors * resident_blocks(gpu.memory, shared, tile))
-    kernel.launch(blocks, 32 * WARPS, shared, types, values, starts_early=True)
+    kernel.launch(blocks, 32 * WARPS, shared, types, values, starts_early=gpu.arch >= SM90)
     return out_SN

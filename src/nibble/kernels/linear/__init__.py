@@ -96,7 +96,9 @@ def compile_ahead(weights: Iterable[Tensor], operation: Operation | None = None)
         for x in weights
         if _may_serve(x)
         for most in operation.of(x)
-        if (key := _key(x, most, operation)) not in _fastest and not _trial_path(x, most, operation).exists()
+        if (key := _key(x, most, operation)) not in _fastest
+        and set(operation.ways(x, most)) > {TORCH}
+        and not _trial_path(x, most, operation).exists()
     }
     if not new:
         return
@@ -109,7 +111,7 @@ def compile_ahead(weights: Iterable[Tensor], operation: Operation | None = None)
                     if name != TORCH:
                         multiply(x, weight_NK, None)
             with suppress(Exception):
-                _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS), None)
+                _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], _few(weight_NK), None)
 
 
 def _may_serve(weight_NK: Tensor) -> bool:
@@ -241,19 +243,24 @@ def _ms(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> float:
     A small product is in front of it: as in a model, a kernel that can start before the one in front ends gains by it.
     """
     other = torch.empty(FLUSH, dtype=torch.uint8, device=x.device)
-    few_KK = weight_NK.new_zeros(FEW_INPUTS, FEW_INPUTS)
+    few_NK = _few(weight_NK)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(RUNS):
         other.zero_()
         torch.cuda._sleep(SLEEP)  # meanwhile the host queues what follows
         start.record()
-        _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], few_KK, None)
+        _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], few_NK, None)
         multiply(x, weight_NK, None)
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return statistics.median(times)
+
+
+def _few(weight_NK: Tensor) -> Tensor:
+    """Return a small weight, for the product in front of what is timed."""
+    return weight_NK.new_zeros(FEW_INPUTS, min(FEW_INPUTS, weight_NK.shape[1]))
 
 
 def way_of(weight_NK: Tensor, rows: int, untried: str = TORCH, operation: Operation | None = None) -> str:
