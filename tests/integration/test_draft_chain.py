@@ -15,10 +15,11 @@ import pytest
 import torch
 from test_heads import FORMATS, Said, drafters, engine, error, head_of, overheard
 from test_speculative import DRAWN, GREEDY, PROMPTS, answers, same
+from test_verify_graphs import recorded
 from torch import Tensor
 
 from heads import Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
-from nibble import LLM
+from nibble import LLM, SamplingParams
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
@@ -27,6 +28,7 @@ from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.draft_steps import DraftGraphs, WaitingStates
 from nibble.engine.graphs import live
+from nibble.engine.page_tables import PageTables
 from planning import PLAIN
 from tape import record
 from tiny import save_tiny
@@ -319,6 +321,105 @@ def test_a_token_that_is_not_mapped_is_noticed(
             answers(served(model, drafter, how), PROMPTS[:2], **{**GREEDY, "max_tokens": 8})
         found.append(sorted(noted))
     assert found[0] != found[1]
+
+
+def late(llm: LLM, how: Any = None) -> LLM:
+    """Its steps verify drafts before the host has read them, as on a GPU; recorded ones, too."""
+    head_of(llm).tables = llm.engine.runner.tables
+    if how:
+        graph_backend.make_recordable(llm.engine.runner.pool)
+        recorded(llm, how, 4)
+    return llm
+
+
+def known_answers(model: Path, **params: Any) -> tuple[list[Any], dict[tuple[int, ...], Any]]:
+    """What is answered without drafts, and that by prompt, so that a head can be told."""
+    expected = answers(engine(model, **PLAIN, kv_format="fp32"), MANY, **params)
+    return expected, {
+        tuple(prompt): one.token_ids for prompt, one in zip(MANY, expected, strict=True) if one.token_ids
+    }
+
+
+@pytest.mark.parametrize("how", [None, record, live], ids=["eager", "recorded", "live"])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_drafts_are_verified_before_they_are_read(
+    how: Any, params: dict[str, Any], named: dict[str, Any]
+) -> None:
+    model, drafter, _ = named["raw"]
+    expected, known = known_answers(model, **params)
+    llm = late(served(model, drafter, record), how)
+    with overheard(known), proposals() as noted:
+        for _ in range(2):
+            same(answers(llm, MANY, **params), expected, 1e-4)
+    assert all(max(drafts) < 0 for _, drafts in noted if drafts) and len(noted) > 50
+    counts = llm.engine.speculation.counts  # type: ignore[union-attr]
+    assert 0.1 * counts.drafted < counts.accepted < counts.drafted
+    head_of(llm).manager.check_integrity()
+
+
+def test_as_many_drafts_count_whoever_reads_them_first(named: dict[str, Any]) -> None:
+    model, drafter, _ = named["raw"]
+    _, known = known_answers(model, **GREEDY)
+    found = []
+    for llm in (served(model, drafter, record), late(served(model, drafter, record))):
+        with overheard(known):
+            answers(llm, MANY, **GREEDY)
+        head, speculation = head_of(llm), llm.engine.speculation
+        assert speculation
+        found.append((speculation.counts, (head.trust, head._share)))
+    assert found[0][0] == found[1][0]
+    # Of those that the host knows first some are left out behind the last that can be of use.
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.05)
+
+
+def test_an_answer_ends_within_drafts_that_were_not_read(named: dict[str, Any]) -> None:
+    model, drafter, _ = named["raw"]
+    expected, known = known_answers(model, **GREEDY)
+    stop = {"stop_token_ids": [one.token_ids[9] for one in expected], "ignore_eos": True}
+    short = answers(engine(model, **PLAIN, kv_format="fp32"), MANY, **GREEDY, **stop)
+    assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(short, expected, strict=True))
+    with overheard(known):
+        same(answers(late(served(model, drafter, record)), MANY, **GREEDY, **stop), short, 1e-4)
+
+
+def test_requests_that_need_tokens_beside_others(named: dict[str, Any]) -> None:
+    """Some drafts of a step are read, others are not."""
+    model, drafter, _ = named["raw"]
+    params = [SamplingParams(**GREEDY, repetition_penalty=1.0 + 0.3 * (n % 2)) for n in range(len(MANY))]
+    plain, llm = engine(model, **PLAIN, kv_format="fp32"), late(served(model, drafter, record))
+    expected = [output.completions[0] for output in plain.generate(MANY, params)]
+    with proposals() as noted:
+        same([output.completions[0] for output in llm.generate(MANY, params)], expected, 1e-4)
+    assert {max(drafts) < 0 for _, drafts in noted if drafts} == {True, False}
+
+
+def _other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes the drafts of the request beside."""
+    unread = PageTables.unread
+    monkeypatch.setattr(PageTables, "unread", lambda self, place, column: unread(self, place, column ^ 1))
+
+
+def _other_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = PageTables.unread
+    monkeypatch.setattr(PageTables, "unread", lambda self, place, column: unread(self, place ^ 1, column))
+
+
+def _nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was drawn goes to the host alone."""
+    keep = DraftGraphs.keep
+    monkeypatch.setattr(DraftGraphs, "keep", lambda self, step, drafts: keep(self, step))
+
+
+@pytest.mark.parametrize("plant", [_other_request, _other_place, _nothing_new])
+def test_other_drafts_than_the_host_reads_are_noticed(
+    plant: Any, named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafter, _ = named["raw"]
+    expected, known = known_answers(model, **GREEDY)
+    plant(monkeypatch)
+    llm = late(served(model, drafter, record))
+    with overheard(known), pytest.raises(AssertionError):
+        same(answers(llm, MANY, **GREEDY), expected, 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")  # of products that are packed, on a CPU alone

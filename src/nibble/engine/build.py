@@ -285,6 +285,8 @@ def _build(
     engine.speculation = speculation(config, engine_plan.hardware, engine.vocab_size, *drafter)
     if engine.speculation and (head := engine.speculation.head):
         engine.scheduler.reusable = lambda request: min(request.num_reusable_tokens, head.reusable(request))
+        if engine.speculation.overlaps:
+            head.tables = engine.runner.tables
     if ranks:
         ranks.serve()
     return engine

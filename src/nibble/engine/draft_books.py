@@ -192,6 +192,18 @@ class DraftBooks:
         draft.twin.token_ids.append(token)
         return len(draft.tokens) < task.limit
 
+    def note_verified(self, draft: Draft, drafts: Sequence[tuple[int, float]]) -> None:
+        """Note tokens and their chances that were drawn and verified before the host knew them."""
+        chance, expected = 1.0, 0.0
+        for place, (_, of_token) in enumerate(drafts):
+            if not math.isfinite(of_token):
+                break  # logits that are not numbers
+            if place:
+                self._share += SHARE_WEIGHT * (of_token - self._share)
+            chance *= of_token
+            expected += chance
+        draft.before = len(draft.request.token_ids), [token for token, _ in drafts], expected
+
     def _pays(self, draft: Draft, task: DraftTask) -> bool:
         """Return whether the newest token is worth its verification."""
         if not self.adapts:

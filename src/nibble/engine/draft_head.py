@@ -11,7 +11,9 @@ that the head left for the one before. They are taken back in any case: tokens t
 of the model, and their slots are written again.
 
 Where steps are recorded, all drafts of a request are computed before the first is read (draft_steps.py), as many as are
-likely to pay. What needs the value of a token before the next is drawn, a grammar or a penalty, goes step by step.
+likely to pay. On a GPU they are not even read before they are verified: the step that verifies them takes them from the
+device, and is launched while they are drawn. What needs the value of a token before the next is drawn, a grammar or a
+penalty, goes step by step.
 
 A prefix that the model's cache has, and the head's not, would leave a hole. So the scheduler asks how far the head has
 followed a prefix (`reusable`), and the model computes what is beyond again. Mostly both have the same: pools hold the
@@ -24,7 +26,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -36,11 +38,22 @@ from nibble.engine.draft_books import Draft, DraftBooks, chunk, ended
 from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.model_runner import ModelRunner
+from nibble.engine.page_tables import PageTables
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler, needs_output_tokens
 from nibble.kernels.transfer import to_device
 
 NO_LIMIT = 1 << 62
+
+
+@dataclass(eq=False)
+class Chain:
+    """Drafts of some requests that the host has not read."""
+
+    tracks: Sequence[Track]
+    steps: int
+    drafts: dict[Request, list[tuple[int, float]]] = field(default_factory=dict)
+    """Tokens of each request and their chances, once they were read."""
 
 
 @dataclass(eq=False)
@@ -55,6 +68,8 @@ class Track(Draft):
     """[n, H], of the rows from `start` on, while they are too many to wait."""
     next_states: Tensor | None = None
     """[1, H], that the newest draft's row is computed from, where drafts go step by step."""
+    unread: Sequence[int] = ()
+    """Ids that stand for drafts which only the device knows."""
     is_lost: bool = False
     """Whether nothing can be drafted: rows are missing, or pages."""
 
@@ -102,6 +117,9 @@ class DraftHead(DraftBooks):
         self.vocab_size = vocab_size
         self.draft_ids = runner.run.draft_ids
         self._tracks: dict[Request, Track] = {}
+        self.tables: PageTables | None = None
+        """Of the model, where its steps take drafts from the device before the host has read them."""
+        self._chain_unread: Chain | None = None
 
     @property
     def graphs(self) -> DraftGraphs | None:
@@ -293,6 +311,7 @@ class DraftHead(DraftBooks):
         for track, task in zip(tracks, tasks, strict=True):
             self.begin(track, task)
         ready = [track for track in tracks if self._is_ready(track)]
+        self._chain_unread = None
         try:
             others = self._chain_all(ready, self.graphs) if self.graphs else ready
             # What is left for the first step is no more than KEPT_STATES of each.
@@ -304,11 +323,34 @@ class DraftHead(DraftBooks):
             ]
             while step:
                 step = [track for group in self.groups(step) for track in self._draft(group)]
-            return [track.tokens for track in tracks]
+            return [track.tokens or list(track.unread) for track in tracks]
         finally:
             for track in ready:
-                track.next_states = None
+                track.next_states, track.unread = None, ()
                 self.take_back(track)
+
+    def read(self, request: Request, count: int) -> list[int]:
+        """Return the first drafts of a request that only the device knew; the step that verified them has ended.
+
+        Args:
+            request: it was proposed for last.
+            count: how many were verified.
+        """
+        chain, graphs = self._chain_unread, self.graphs
+        assert chain and graphs
+        if not chain.drafts:
+            drawn = graphs.read(chain.steps, len(chain.tracks))
+            self.step_seconds.note(len(chain.tracks).bit_length(), graphs.stopwatch.seconds / chain.steps)
+            for row, track in enumerate(chain.tracks):
+                chain.drafts[track.request] = [(tokens[row], chances[row]) for tokens, chances in drawn]
+        drafts = chain.drafts[request][:count]
+        self.note_verified(self._tracks[request], drafts)
+        return [token for token, _ in drafts]
+
+    @property
+    def unread_seconds(self) -> float:
+        """Return what drawing took that is verified now; its step has ended."""
+        return self.graphs.stopwatch.seconds if self.graphs and self._chain_unread else 0.0
 
     def _is_ready(self, track: Track) -> bool:
         """Return whether a request has a new row, its last one, and there is room for its drafts."""
@@ -322,19 +364,27 @@ class DraftHead(DraftBooks):
         """Draft by recorded steps; return the requests that have to go step by step."""
         others = [track for track in tracks if needs_output_tokens(track.request.params)]
         chained = [track for track in tracks if not needs_output_tokens(track.request.params)]
+        # The next chain is drawn into the same memory.
+        unread = self.tables.drafts_KR if self.tables and len(chained) <= graphs.most else None
         for first in range(0, len(chained), graphs.most):
-            others += self._chain(chained[first : first + graphs.most], graphs)
+            others += self._chain(chained[first : first + graphs.most], graphs, unread)
         return others
 
-    def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs) -> list[Track]:
-        """Draft for some requests, and read all drafts at the end; return those that there is no room for."""
+    def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs, unread_KR: Tensor | None) -> list[Track]:
+        """Draft for some requests; return those that there is no room for.
+
+        Args:
+            tracks: of the requests.
+            graphs: the recorded steps.
+            unread_KR: where the step that verifies them reads the drafts; None: the host does, at the end.
+        """
         # What one more token brings is the same for all: the number follows from the most that any may have.
         longest = max(tracks, key=lambda track: track.task.limit if track.task else 0)
         most, steps = graphs.length(len(tracks)), self.planned(longest, len(tracks))
         self._store([track for track in tracks if track.num_waiting > most])
-        start_time = perf_counter()
         chained = [track for track in tracks if self._has_room(track, steps)]
         if chained:
+            graphs.stopwatch.start()
             for step in range(steps):
                 if step:
                     graphs.replay_next(len(chained))
@@ -342,14 +392,14 @@ class DraftHead(DraftBooks):
                     new = [self._new(track, track.num_waiting) for track in chained]
                     graphs.replay_first(self.runner.tables, new)
                 self._redraw(chained, step, graphs)
-                graphs.keep(step)
-            drawn = self._read(graphs, steps, len(chained))
-            self.step_seconds.note(len(chained).bit_length(), (perf_counter() - start_time) / steps)
-            for row, track in enumerate(chained):
+                graphs.keep(step, None if unread_KR is None else unread_KR[step])
+            graphs.stopwatch.stop()
+            for track in chained:
                 self._keep(track, len(track.twin.token_ids))
-                for tokens, chances in drawn:
-                    if not self.add(track, tokens[row], chances[row]):
-                        break
+            if unread_KR is None:
+                self._read(Chain(chained, steps), graphs)
+            else:
+                self._leave_unread(Chain(chained, steps))
         return [track for track in tracks if track not in chained and not track.is_lost]
 
     def _has_room(self, track: Track, steps: int) -> bool:
@@ -366,9 +416,24 @@ class DraftHead(DraftBooks):
             logits_SV = self._of_model(graphs.logits[: len(tracks)])
             graphs.store_drawn(*self.launch(requests, counts, logits_SV, {}))
 
-    def _read(self, graphs: DraftGraphs, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
-        """Return the tokens and chances of each step of a chain."""
-        return graphs.read(steps, requests)
+    def _read(self, chain: Chain, graphs: DraftGraphs) -> None:
+        """Wait for the drafts of a chain, and note them."""
+        graphs.wait()
+        drawn = graphs.read(chain.steps, len(chain.tracks))
+        self.step_seconds.note(len(chain.tracks).bit_length(), graphs.stopwatch.seconds / chain.steps)
+        for row, track in enumerate(chain.tracks):
+            for tokens, chances in drawn:
+                if not self.add(track, tokens[row], chances[row]):
+                    break
+
+    def _leave_unread(self, chain: Chain) -> None:
+        """Name the drafts of a chain by ids that stand for them."""
+        assert self.tables
+        self._chain_unread = chain
+        for column, track in enumerate(chain.tracks):
+            assert track.task
+            count = min(chain.steps, track.task.limit)
+            track.unread = [self.tables.unread(place, column) for place in range(count)]
 
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""

@@ -230,6 +230,8 @@ class DraftPolicy:
     _last: tuple[int, int, float, float] | None = None
     """Requests of the step launched last, drafts of each, when that was, and what drafting had taken; None after one
     with prompts."""
+    _is_drawn: bool = False
+    """Whether it is known what drawing took that was launched with it."""
     _is_steady: bool = False
     """Whether that step and the one before had neither prompts nor drafts."""
     _drafting: float = 0.0
@@ -263,6 +265,13 @@ class DraftPolicy:
     def drafted(self, seconds: float) -> None:
         """Note what the drafts took of the step that is launched next."""
         self._drafting += seconds
+
+    def drafted_unread(self, seconds: float) -> None:
+        """Note what the drafts took of the step that was launched last, before they were drawn."""
+        # Once, however many requests it has.
+        if self._last and not self._is_drawn:
+            requests, drafts, then, of_drafts = self._last
+            self._last, self._is_drawn = (requests, drafts, then + seconds, of_drafts + seconds), True
 
     def token_seconds(self, requests: int) -> float | None:
         """Return what a token of an answer takes now, where so many requests decode; None where that is not known."""
@@ -369,6 +378,7 @@ class DraftPolicy:
         self._note_last(now, waited)
         self._is_steady = self._last is not None and not self._last[1] and not drafts
         self._last, self._drafting = (requests, drafts, now, self._drafting), 0.0
+        self._is_drawn = False
 
     def interrupted(self, now: float | None = None, *, waited: bool = True) -> None:
         """Note that the step launched last is not followed by another without prompts.

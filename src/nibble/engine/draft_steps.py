@@ -2,7 +2,8 @@
 
 A draft is a chain on the device. Its first step computes the rows that are new of each request, and draws a token
 behind the last of them; each step that follows computes the row of the token that was drawn. Token, position and hidden
-state go from one to the next in buffers, so that the host reads all drafts at once, at the end:
+state go from one to the next in buffers, so that the host reads all drafts at once, at the end, or behind the step
+that verifies them:
 
     waiting hidden states -> first -> token, state -> next -> token, state -> next -> ...
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -130,6 +132,36 @@ class NewRows:
     ids: list[int]
 
 
+class Stopwatch:
+    """Measures what a device does between start() and stop()."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        """Begin with what is launched next."""
+        self._note(0)
+
+    def stop(self) -> None:
+        """End behind what was launched last."""
+        self._note(1)
+
+    def _note(self, place: int) -> None:
+        self._times[place] = perf_counter()
+        if self._events:
+            self._events[place].record()
+
+    @property
+    def seconds(self) -> float:
+        """Return what it took; the device has done it."""
+        if self._events:
+            return self._events[0].elapsed_time(self._events[1]) / 1e3
+        return self._times[1] - self._times[0]
+
+
 class DraftGraphs(Graphs):
     """The steps of drafts, of several sizes.
 
@@ -164,6 +196,7 @@ class DraftGraphs(Graphs):
         self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         """Tokens and chances of the steps of a chain, on the host."""
         lengths = (VerifyInputs.length(*size) + size[0] for size in verify_sizes)
+        self.stopwatch = Stopwatch(device)
         self.verify_inputs = torch.zeros(max(lengths), dtype=torch.int64, device=device)
         """Of a first step, as VerifyInputs has them, and slots of waiting states."""
         self._last_rows = {
@@ -247,14 +280,20 @@ class DraftGraphs(Graphs):
         """Compute the step that follows for so many requests."""
         self.replay(next(size for size in self.sizes if size >= requests))
 
-    def keep(self, step: int) -> None:
-        """Let the host have what a step of a chain has drawn, once read() has waited for it."""
+    def keep(self, step: int, drafts_R: Tensor | None = None) -> None:
+        """Let the host have what a step of a chain has drawn, and the step that verifies it, by drafts_R."""
         self.drawn[step].copy_(self.inputs[2:], non_blocking=True)
+        if drafts_R is not None:
+            count = min(len(drafts_R), self.inputs.shape[1])
+            drafts_R[:count].copy_(self.inputs[2, :count])
 
-    def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
-        """Return the tokens and chances of each step; this waits for them."""
+    def wait(self) -> None:
+        """Wait for what was drawn."""
         if self.inputs.is_cuda:
             torch.cuda.current_stream(self.inputs.device).synchronize()
+
+    def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens and chances of each step, which have come."""
         tokens, chances = self.drawn[:steps, :, :requests].unbind(1)
         chances = chances.contiguous().view(torch.float64)
         return list(zip(tokens.tolist(), chances.tolist(), strict=True))

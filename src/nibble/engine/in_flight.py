@@ -6,7 +6,7 @@ Shape suffixes: R rows whose log-probabilities are computed, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,19 @@ class InFlightStep:
         """Return whether it verifies drafts."""
         return any(item.drafts for item in self.sampling)
 
-    def read(self) -> dict[Request, list[int]]:
-        """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers."""
+    def read(
+        self, known: Callable[[ScheduledRequest], Sequence[int]] | None = None
+    ) -> dict[Request, list[int]]:
+        """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers.
+
+        Args:
+            known: returns the drafts of a step that has ended; None: those that it was scheduled with.
+        """
         tokens, first, runs = self.sampled.read_ids() if self.sampled else [], 0, dict[Request, list[int]]()
         for item in self.sampling:
             end = first + 1 + len(item.drafts)
-            runs[item.request] = accepted_run(item.drafts, tokens[first:end])
+            drafts = known(item) if known else item.drafts
+            runs[item.request] = accepted_run(drafts, tokens[first:end])
             first = end
         return runs
 

@@ -43,7 +43,6 @@ from nibble.engine.parallel_steps import numbers_by_rank
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
-    ON_DEVICE,
     PhaseGroup,
     StateRows,
     VerifyInputs,
@@ -120,6 +119,8 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.device = self.tables.device
         self.rows = getattr(self.model, "nibble_rows", None)
+        if hasattr(self.model, TAPS):
+            self.tables.keep_drafts()
         self._run = self.run or plain(self.model)
 
     def keep_books(self, tables: Sequence[PageTables]) -> None:
@@ -260,7 +261,7 @@ class ModelRunner:
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
         return StepNumbers(
-            packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), ON_DEVICE in ids,
+            packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), min(ids) < 0,
             0, skipped, state_rows, groups, self._state_copies(scheduled),
         )  # fmt: skip
 
@@ -280,8 +281,7 @@ class ModelRunner:
             sent[part] for part in numbers.inputs
         )
         if numbers.takes_sampled:
-            # A negative id stands for the token that the step before has sampled for this row.
-            token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
+            token_ids_T = self.tables.known(token_ids_T, rows_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
         meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
@@ -557,7 +557,7 @@ class ModelRunner:
         # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
         first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
         positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
-        ids_BL = torch.where(inputs.ids_BL < 0, tables.latest_R[inputs.rows_B][:, None], inputs.ids_BL)
+        ids_BL = tables.known(inputs.ids_BL, inputs.rows_B[:, None])
         page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
         width = page_table_BN.shape[1]
         exact_table_BN = self._exact_table(inputs.rows_B, width)

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from nibble.cache.lease import Lease
+from nibble.drafts import MAX_DRAFTS
 from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.transfer import PinnedBuffers
+
+ON_DEVICE = -1
+"""The id of a token whose value only the device knows: the step before samples it. Smaller ones: unread()."""
 
 
 class PackedInts:
@@ -85,6 +89,8 @@ class PageTables:
         """Page ids. A step sends only those that are new."""
         self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """The token sampled last: the next step takes it from here before the host knows it."""
+        self.drafts_KR: Tensor | None = None
+        """Drafts of a head that the host has not read, by their place in a draft, where there are any."""
         self.device = self.table_RN.device
         self.padding_row = rows
         """The row of no lease; it pads steps that have too few requests."""
@@ -105,6 +111,28 @@ class PageTables:
         self._slots: dict[int, int] = {}
         """What the device knows of them by row."""
         self._new_slots: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def keep_drafts(self) -> None:
+        """Make room for drafts that are verified before the host knows them."""
+        self.drafts_KR = torch.zeros(MAX_DRAFTS, len(self.latest_R), dtype=torch.int64, device=self.device)
+
+    def unread(self, place: int, column: int) -> int:
+        """Return the id that stands for a draft that the device has in drafts_KR."""
+        return ON_DEVICE - 1 - place * len(self.latest_R) - column
+
+    def known(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the ids of tokens, as the device knows them.
+
+        Args:
+            ids: of any shape; negative ones stand for what the host does not know.
+            rows: of their requests, of a shape that fits.
+        """
+        latest = self.latest_R[rows]
+        if self.drafts_KR is not None:
+            drafts = self.drafts_KR.view(-1)[(ON_DEVICE - 1 - ids).clamp(min=0)]
+            latest = torch.where(ids < ON_DEVICE, drafts, latest)
+        return torch.where(ids < 0, latest, ids)
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""

@@ -57,6 +57,11 @@ def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
     return sampled[: count + 1]
 
 
+def is_unread(drafts: Sequence[int]) -> bool:
+    """Return whether ids stand for drafts that only the device knows (PageTables.unread)."""
+    return drafts[0] < 0
+
+
 @lru_cache(256)
 def recorded_counts(running: int, most_drafts: int, step_tokens: int) -> list[int]:
     """Return the numbers of drafts for each of so many requests that recorded steps have room for.
@@ -266,6 +271,19 @@ class Speculation:
             except Exception as error:  # what the head misses of these requests it does not draft for
                 self._note_error(error)
 
+    def known(self, item: ScheduledRequest) -> Sequence[int]:
+        """Return the drafts of a step that has ended, also of those that the host did not know before."""
+        if not item.drafts or not is_unread(item.drafts):
+            return item.drafts
+        assert self.head
+        try:
+            drafts = self.head.read(item.request, len(item.drafts))
+            self.policy.drafted_unread(self.head.unread_seconds)
+        except Exception as error:  # none of them counts, which costs time and never an answer
+            self._note_error(error)
+            return ()
+        return self._usable(item.request, drafts)
+
     def _proposed(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
         """Return what the drafter proposes: nothing where it fails, which may cost drafts and never an answer."""
         try:
@@ -394,6 +412,8 @@ class Speculation:
         """Return the first ones that may be accepted: before an end of the answer, and as the grammar has it."""
         if not drafts:
             return ()
+        if is_unread(drafts):
+            return tuple(drafts)
         is_plain = request.matcher is None and request.stop_ids.isdisjoint(drafts)
         if is_plain and min(drafts) >= 0 and max(drafts) < self.vocab_size:
             return tuple(drafts)

@@ -13,14 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.page_tables import PackedInts
+from nibble.engine.page_tables import ON_DEVICE, PackedInts
 from nibble.engine.request import ScheduledRequest
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 from nibble.model_spec import Phase
-
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it."""
 
 
 def _state_slot(item: ScheduledRequest) -> int:
@@ -65,7 +62,7 @@ def unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
 
 
 def token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
-    """Return the ids of all tokens; ON_DEVICE for a last one that the host does not know yet."""
+    """Return the ids of all tokens; negative ones of those that the host does not know yet (PageTables.known)."""
     token_ids: list[int] = []
     for item in scheduled:
         num_kept = item.num_tokens - len(item.drafts)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from nibble.engine.page_tables import PageTables
     from nibble.engine.request import Batch, Request
 
 
@@ -55,7 +56,23 @@ def can_follow(request: Request, drafts: Sequence[int]) -> bool:
 
 
 class HeadDrafter(Drafter, Protocol):
-    """A drafter that reads the hidden states of the model."""
+    """A drafter that reads the hidden states of the model.
+
+    What it proposes may be negative: ids that stand for tokens which only the device knows (PageTables.unread). Their
+    values are read once they were verified.
+    """
+
+    tables: PageTables | None
+    """Of the model, where it may leave them unread."""
+
+    @property
+    def unread_seconds(self) -> float:
+        """Return what drawing those took that were verified last."""
+        ...
+
+    def read(self, request: Request, count: int) -> Sequence[int]:
+        """Return the first drafts of a request that only the device knew; the step that verified them has ended."""
+        ...
 
     def observe(self, batch: Batch, states_TX: Any) -> None:
         """Take the hidden states [T, X] of a step, in its order."""
