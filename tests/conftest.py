@@ -134,8 +134,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)"
     )
     parser.addoption(
+        "--every-case", action="store_true", help="run all cases of tests that are marked sample(n)"
+    )
+    parser.addoption(
         "--record-durations", type=Path, help="write the seconds of each test file to a JSON file"
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked sample(n), and has more cases, run n that lie evenly among them.
+
+    On a GPU, and for a ledger, all of them: what a row says is about every one.
+    """
+    options = config.option
+    if options.every_case or options.ledger or os.environ.get("NIBBLE_TEST_GPU") == "1":
+        return
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((item.location[0], item.nodeid.partition("[")[0]), []).append(item)
+    left_out = set[pytest.Item]()
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("sample")
+        count = min(marker.args[0], len(of_test)) if marker else 0
+        left_out |= {*of_test} - {of_test[len(of_test) * place // count] for place in range(count)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 _durations: dict[str, float] = {}

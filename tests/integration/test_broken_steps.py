@@ -85,6 +85,7 @@ def breaking(
     return planted, count
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(

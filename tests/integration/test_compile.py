@@ -66,6 +66,7 @@ def answers(llm: LLM) -> list[Any]:
     return [output.completions[0].token_ids for output in outputs]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_serves_all_lengths(family: str, tmp_path: Path) -> None:
     path = save_tiny(tmp_path, family)

@@ -94,6 +94,7 @@ def test_replayed_steps_survive_preemption(served: Any) -> None:
     assert llm.engine.scheduler.metrics.preemptions > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("requests", [1, 2, 4])
 def test_padding_of_one_request_reads_no_expert(
     served: Any, tmp_path: Path, requests: int, monkeypatch: pytest.MonkeyPatch

@@ -307,6 +307,7 @@ def test_what_cannot_be_watched_for(options: Any, message: str) -> None:
 # Answers and books
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8_e4m3", "nvfp4"])
 @pytest.mark.parametrize("kind", ["gqa", "mla", "dsa"])
 def test_answers_are_those_without_it(kind: str, kv_format: str, request: pytest.FixtureRequest) -> None:

@@ -75,6 +75,7 @@ def answers(engine: LLM, asked: list[list[int]], tokens: int = 40) -> list[tuple
     return [output.completions[0].token_ids for output in found]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kv_format", "window"),
     [*((name, 0) for name in scheme.fitting(*LATENTS)), ("nvfp4_ds_mla", 20), ("nvfp4", 7)],
@@ -250,6 +251,7 @@ def plain_answers(model: Path) -> list[tuple[int, ...]]:
     return answers(llm(model, kv_format="bf16"), prompts(6))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("where", "error"),
     [("_load", RuntimeError), ("_save", RuntimeError), ("fetch", RuntimeError), ("fetch", KeyboardInterrupt)],

@@ -165,6 +165,7 @@ CROWDS = [
 """What decides answers, and what may not."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(CROWDS)))
 def test_answers_are_cold_ones_in_any_crowd(number: int, hybrid: Path) -> None:
     decisive, free = CROWDS[number]

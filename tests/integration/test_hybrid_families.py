@@ -175,6 +175,7 @@ def assert_one_graph(hybrid: Hybrid) -> None:
     assert sum(counters["graph_break"].values()) == 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 def test_one_graph_serves_all_steps(hybrid: Hybrid) -> None:
     """The others' is that of test_deterministic_models_run_what_is_known."""
@@ -194,6 +195,7 @@ COLUMNS = ("jamba",)
 """Families that multiply a weight with tokens as columns: the definition of products has an order for rows alone."""
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_deterministic_models_run_what_is_known(hybrid: Hybrid, is_compiled: bool) -> None:
     """Gated norms, decays and step sizes included: no operator is refused, and chunks have the same bits, all from

@@ -43,6 +43,7 @@ def engine(model: Path, **options: Any) -> LLM:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("state_format", "kv_format"), rotated([*STATE_FORMATS], ["bf16", "nvfp4"]))
 def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid: Path) -> None:
     fixed = {"state_format": state_format, "kv_format": kv_format}

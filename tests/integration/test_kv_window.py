@@ -184,6 +184,7 @@ def test_same_answer_however_computed(kv_format: str, window: int, tiny: tuple[P
     check(kv_format, *tiny, kv_window=window)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "options", "kv_format"),
     [
