@@ -87,6 +87,7 @@ def test_logits_are_those_of_the_unmodified_model(served: Served) -> None:
     assert served.error() < TOLERANCE
 
 
+@pytest.mark.sample(20)
 def test_logits_do_not_depend_on_chunks(served: Served) -> None:
     """To the last bit, on a CPU: a difference of one would flip a step of a quantised cache now and then."""
     whole, *others = (
@@ -111,6 +112,7 @@ def test_geometry_is_observed(served: Served) -> None:
     assert any(group.sinks for group in model_spec.groups) == ("sinks" in family.asks)
 
 
+@pytest.mark.sample(20)
 def test_a_planted_error_in_keys_is_caught(served: Served) -> None:
     with error_in_keys():
         assert served.error() > TOLERANCE

@@ -79,6 +79,7 @@ def same_bits(found: Found, cold: Found) -> None:
     assert torch.equal(found[1], cold[1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "kv_format"),
     [("tiny", "nvfp4+kmean+rot"), ("tiny", "fp8_e4m3"), ("latents", "nvfp4_ds_mla"), ("latents", "nvfp4")],

@@ -101,6 +101,7 @@ def engine_logits(llm: LLM, ids: list[int], chunk: int) -> Tensor:
     return torch.cat(run_prompt(runner, manager, ids, chunk))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kv_format", "window"), rotated(SCHEMES, [1, 5, 16, 40, 200], 2))
 def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Path]) -> None:
     llm = engine(tiny, kv_format, window)
@@ -179,6 +180,7 @@ def test_windows_and_sinks_of_the_model(family: str, window: int, tmp_path: Path
 # ---- the same answer, however computed -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kv_format", "window"), rotated(SCHEMES, [5, 16, 40]))
 def test_same_answer_however_computed(kv_format: str, window: int, tiny: tuple[Path, Path]) -> None:
     check(kv_format, *tiny, kv_window=window)

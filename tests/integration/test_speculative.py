@@ -111,6 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("kind", "window"), rotated([*KINDS], [0, 5, 40], 2))
 def test_every_kind_of_attention_with_and_without_a_window(
     kind: str, window: int, models: dict[str, Path]
@@ -193,6 +194,7 @@ BOTH = ("penalties", "several", "grammar")
 """Those that are tested with and without chance; the others with what alone they change, or with one."""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [

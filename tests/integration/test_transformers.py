@@ -100,6 +100,7 @@ def padded(prompts: list[list[int]]) -> Tensor:
     return torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
 
 
+@pytest.mark.sample(4)
 def test_tokens_are_those_of_the_engine(served: Served) -> None:
     """In one batch with padding, while the engine has no padding at all."""
     answers = set()
@@ -120,6 +121,7 @@ def test_tokens_are_those_of_the_engine(served: Served) -> None:
     )
 
 
+@pytest.mark.sample(4)
 def test_logits_are_those_of_the_model_by_itself(served: Served) -> None:
     ids = torch.tensor([tokens(LONGEST, 7), tokens(LONGEST, 8)])
     cache = served.cache()

@@ -323,6 +323,7 @@ def hard(case: int) -> Tensor:
     return bits.view(torch.float32).bfloat16().float().nan_to_num(nan=1.0)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("kv_format", ENCODED)
 def test_encoders_agree_with_the_definition_on_hard_blocks(

@@ -175,6 +175,7 @@ EXPERTS = [
 
 
 # All are compiled for SM90, whose limits are checked, and each for another, too.
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("format", "arch"), [(one, 90) for one in EXPERTS] + rotated(EXPERTS, [80, 120]), ids=str
 )
@@ -267,6 +268,7 @@ def ptxas_report(source: Path, arch: str, macros: dict[str, str | int]) -> str:
     return log.decode()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dim", prefill_sm90.DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("capped", "windowed"), [(False, False), (True, False), (False, True), (True, True)])

@@ -149,6 +149,7 @@ def stored_in(
 
 
 @stored_in((*MATRICES, "selective"), STORED, 3)
+@pytest.mark.sample(8)
 def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torch.dtype) -> None:
     rows = rows_of(case, dtype)
     expected, _ = defined(case, rows, format, dtype)
@@ -171,6 +172,7 @@ def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torc
     (("fp32", torch.bfloat16), ("fp8", torch.bfloat16), ("int8", torch.float32), ("bf16", torch.float32)),
     2,
 )
+@pytest.mark.sample(6)
 def test_decodes(case: Case, format: str, dtype: torch.dtype) -> None:
     """By the kernel that reads a matrix once: before a matrix is there, when a block is filled, and behind it."""
     rows = rows_of(case, dtype, tokens=19)
@@ -304,6 +306,7 @@ def test_decodes_of_padding(case: Case) -> None:
 
 
 @cases("delta, shared keys", "decay, shared keys", "delta, column decay", "selective", "convolution")
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("accepted", [0, 2, 4])
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered")  # of wrong drafts
 def test_rejected_drafts_leave_no_trace(case: Case, accepted: int) -> None:
