@@ -40,6 +40,7 @@ import gpu
 from nibble import LLM, SamplingParams
 from nibble.engine import drafters, in_flight
 from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_steps import DraftGraphs
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
 from nibble.engine.request import Batch, Delta
 from nibble.engine.sampler import SampledTokens
@@ -82,16 +83,16 @@ def accepting(share: float) -> Iterator[None]:
 @contextmanager
 def sure(chance: float) -> Iterator[None]:
     """Let a head take each of its drafts for as likely as this; all that drawing takes is done."""
-    draw, read = DraftHead._draw, DraftHead._read
+    draw, read = DraftHead._draw, DraftGraphs.read
 
     def run(self: DraftHead, tracks: Sequence[Any], logits_SV: torch.Tensor) -> tuple[list[int], list[float]]:
         tokens, chances = draw(self, tracks, logits_SV)
         return tokens, [chance] * len(chances)
 
-    def run_recorded(self: DraftHead, *arguments: Any) -> list[tuple[list[int], list[float]]]:
+    def run_recorded(self: DraftGraphs, *arguments: Any) -> list[tuple[list[int], list[float]]]:
         return [(tokens, [chance] * len(chances)) for tokens, chances in read(self, *arguments)]
 
-    with mock.patch.object(DraftHead, "_draw", run), mock.patch.object(DraftHead, "_read", run_recorded):
+    with mock.patch.object(DraftHead, "_draw", run), mock.patch.object(DraftGraphs, "read", run_recorded):
         yield
 
 

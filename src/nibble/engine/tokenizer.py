@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,18 @@ class Tokenizer:
         if visible:
             ids = [token for token in ids if token in visible or token not in self._special]
         skip = visible is not None and not visible
-        return self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        return self._decode(list(ids), skip_special_tokens=skip)
+
+    @cached_property
+    def _decode(self) -> Callable[..., str]:
+        """What makes a text of tokens: the fast tokenizer below Transformers' class, which takes ten times as long."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind = type(self._inner)
+        if isinstance(self._inner, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode):
+            decode: Callable[..., str] = self._inner.backend_tokenizer.decode
+            return decode
+        return partial(self._inner.decode, clean_up_tokenization_spaces=False)
 
     def decode_marked(self, ids: Sequence[int], visible: frozenset[int]) -> str:
         """Return the text of tokens, with MARK before special tokens that are visible, and nowhere else."""
@@ -309,32 +320,39 @@ class Detokenizer:
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that `ids` add."""
         self._ids += ids
-        return self._emit(self._end_of_character())
+        return self._emit(*self._whole_characters())
 
     def finish(self) -> str:
         """Return what was held back, without bytes that are no character."""
-        return self._emit(len(self._ids)).rstrip(self.INCOMPLETE)
+        end = len(self._ids)
+        return self._emit(end, self._decode(end)).rstrip(self.INCOMPLETE)
 
-    def _emit(self, end: int) -> str:
-        """Return the text of the tokens before `end` that were not emitted yet."""
-        before, after = self._decode(self._num_emitted), self._decode(end)
+    def _emit(self, end: int, after: str) -> str:
+        """Return the text of the tokens before `end` that were not emitted yet.
+
+        Args:
+            end: of tokens.
+            after: the text up to there.
+        """
+        before = self._decode(self._num_emitted)
         # If the text is no longer, only special tokens were added: what stands before them is still needed.
         if len(after) > len(before):
             self._context = self._num_emitted
         self._num_emitted = end
         return after[len(before) :]
 
-    def _end_of_character(self) -> int:
-        """Return the last token at which the text ends in a complete character.
+    def _whole_characters(self) -> tuple[int, str]:
+        """Return the last token at which the text ends in a complete character, and the text up to there.
 
         Bytes that three more tokens have not completed are passed.
         """
         total = len(self._ids)
         first = max(self._num_emitted, total - self.MAX_HELD_BACK)
         for end in range(total, first, -1):
-            if not self._decode(end).endswith(self.INCOMPLETE):
-                return end
-        return first
+            text = self._decode(end)
+            if not text.endswith(self.INCOMPLETE):
+                return end, text
+        return first, self._decode(first)
 
     def _decode(self, end: int) -> str:
         ids = self._ids[self._context : end]

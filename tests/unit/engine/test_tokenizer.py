@@ -21,6 +21,26 @@ def tokenizer(tiny: Path) -> Tokenizer:
     return Tokenizer(str(tiny))
 
 
+@given(st.lists(st.integers(0, 259), max_size=20), st.booleans())
+def test_texts_are_those_of_transformers(ids: list[int], shows: bool) -> None:
+    tokenizer = Tokenizer(str(_folder()))
+    ids = [token for token in ids if token < len(tokenizer)]
+    expected = tokenizer._inner.decode(ids, skip_special_tokens=not shows, clean_up_tokenization_spaces=False)
+    assert tokenizer.decode(ids, None if shows else frozenset()) == expected
+
+
+def test_a_class_that_decodes_by_itself_does_so(tiny: Path) -> None:
+    tokenizer, ids = Tokenizer(str(tiny)), [72, 73]
+    kind = type(tokenizer._inner)
+
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def _decode(self, token_ids: list[int], **kwargs: object) -> str:
+            return f"{len(token_ids)} tokens, {kwargs['clean_up_tokenization_spaces']}"
+
+    tokenizer._inner.__class__ = Own
+    assert tokenizer.decode(ids) == "2 tokens, False"
+
+
 def test_no_half_characters(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.add([token]) for token in tokenizer.encode(TEXT)]
