@@ -393,6 +393,27 @@ def test_requests_that_need_tokens_beside_others(named: dict[str, Any]) -> None:
     assert {max(drafts) < 0 for _, drafts in noted if drafts} == {True, False}
 
 
+def test_an_abort_while_drafts_are_verified(named: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    model, drafter, _ = named["raw"]
+    expected, known = known_answers(model, **GREEDY)
+    llm = late(served(model, drafter, record), record)
+    made, pieces = llm.engine, [list[int]() for _ in MANY]
+    with overheard(known):
+        tickets = [
+            made.submit(prompt, SamplingParams(**GREEDY), lambda piece, own=own: own.extend(piece.token_ids))
+            for prompt, own in zip(MANY, pieces, strict=True)
+        ]
+        while not (made._in_flight and made._in_flight[-1].has_drafts and pieces[0]):
+            made.step()
+        made.abort([ticket[0] for ticket in tickets[::3]])
+        while made.busy:
+            made.step()
+    assert not [record for record in caplog.records if record.name == "nibble.drafts"]
+    for number, (own, one) in enumerate(zip(pieces, expected, strict=True)):
+        assert own == list(one.token_ids) or (number % 3 == 0 and own == list(one.token_ids)[: len(own)])
+    head_of(llm).manager.check_integrity()
+
+
 def _other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes the drafts of the request beside."""
     unread = PageTables.unread
