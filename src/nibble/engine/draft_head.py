@@ -344,8 +344,7 @@ class DraftHead(DraftBooks):
             for row, track in enumerate(chain.tracks):
                 chain.drafts[track.request] = [(tokens[row], chances[row]) for tokens, chances in drawn]
         drafts = chain.drafts[request][:count]
-        if track := self._tracks.get(request):  # one that was aborted meanwhile has none
-            self.note_verified(track, drafts)
+        self.note_verified(self._tracks[request], drafts)
         return [token for token, _ in drafts]
 
     @property
