@@ -339,10 +339,8 @@ class DraftHead(DraftBooks):
         chain, graphs = self._chain_unread, self.graphs
         assert chain and graphs
         if not chain.drafts:
-            drawn = graphs.read(chain.steps, len(chain.tracks))
-            self.step_seconds.note(len(chain.tracks).bit_length(), graphs.stopwatch.seconds / chain.steps)
-            for row, track in enumerate(chain.tracks):
-                chain.drafts[track.request] = [(tokens[row], chances[row]) for tokens, chances in drawn]
+            requests = (track.request for track in chain.tracks)
+            chain.drafts = dict(zip(requests, self._drawn(chain, graphs), strict=True))
         drafts = chain.drafts[request][:count]
         self.note_verified(self._tracks[request], drafts)
         return [token for token, _ in drafts]
@@ -419,12 +417,17 @@ class DraftHead(DraftBooks):
     def _read(self, chain: Chain, graphs: DraftGraphs) -> None:
         """Wait for the drafts of a chain, and note them."""
         graphs.wait()
-        drawn = graphs.read(chain.steps, len(chain.tracks))
-        self.step_seconds.note(len(chain.tracks).bit_length(), graphs.stopwatch.seconds / chain.steps)
-        for row, track in enumerate(chain.tracks):
-            for tokens, chances in drawn:
-                if not self.add(track, tokens[row], chances[row]):
+        for track, drafts in zip(chain.tracks, self._drawn(chain, graphs), strict=True):
+            for token, chance in drafts:
+                if not self.add(track, token, chance):
                     break
+
+    def _drawn(self, chain: Chain, graphs: DraftGraphs) -> list[list[tuple[int, float]]]:
+        """Return the tokens and chances of each request, which have come, and note what a step took."""
+        count = len(chain.tracks)
+        steps = graphs.read(chain.steps, count)
+        self.step_seconds.note(count.bit_length(), graphs.stopwatch.seconds / chain.steps)
+        return [[(tokens[row], chances[row]) for tokens, chances in steps] for row in range(count)]
 
     def _leave_unread(self, chain: Chain) -> None:
         """Name the drafts of a chain by ids that stand for them."""
