@@ -22,7 +22,7 @@ from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
-from nibble.engine.draft_head import DraftHead
+from nibble.engine.draft_head import Chain, DraftHead
 from nibble.engine.draft_steps import DraftGraphs
 from nibble.engine.request import Batch, Completion, Request, ScheduledRequest
 from nibble.formats import scheme
@@ -303,26 +303,45 @@ class Again:
     """Computes each recorded draft again: the same steps over the same buffers, without a record."""
 
     def __init__(self, head: DraftHead) -> None:
-        self.head, self.read, self.sizes = head, head._read, list[Any]()
+        self.head, self.drawn, self.sizes = head, head._drawn, list[Any]()
         self.errors = list[float]()
         """Of the logits of a chain's last step, norm over norm."""
         self.alike = list[bool]()
 
-    def __call__(self, graphs: DraftGraphs, steps: int, requests: int) -> Any:
-        found = self.read(graphs, steps, requests)
-        chain, ours = self.sizes[-steps:], graphs.logits[:requests].float().clone()
-        assert isinstance(chain[0], tuple) and all(isinstance(size, int) for size in chain[1:])
-        for step, size in enumerate(chain):
+    def __call__(self, chain: Chain, graphs: DraftGraphs) -> Any:
+        found, requests = self.drawn(chain, graphs), len(chain.tracks)
+        sizes, ours = self.sizes[-chain.steps :], graphs.logits[:requests].float().clone()
+        assert isinstance(sizes[0], tuple) and all(isinstance(size, int) for size in sizes[1:])
+        for step, size in enumerate(sizes):
             if step:
                 graphs.follow(self.head.runner, size, graphs)
             else:
                 graphs.begin(self.head.runner, size, graphs)
             graphs.keep(step)
-        theirs = self.read(graphs, steps, requests)
-        alike = [tokens == others for (tokens, _), (others, _) in zip(found, theirs, strict=True)]
+        graphs.wait()
+        theirs = self.drawn(chain, graphs)
+        alike = [
+            token == other
+            for drafts, others in zip(found, theirs, strict=True)
+            for (token, _), (other, _) in zip(drafts, others, strict=True)
+        ]
         self.alike += alike
         if all(alike):
             self.errors += off(ours, graphs.logits[:requests].float())
+        return found
+
+
+class Unread:
+    """Compares drafts that a step took from the device with those that the host reads behind it."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head, self.drawn, self.alike = head, head._drawn, list[bool]()
+
+    def __call__(self, chain: Chain, graphs: DraftGraphs) -> Any:
+        found = self.drawn(chain, graphs)
+        assert self.head.tables and self.head.tables.drafts_KR is not None
+        verified = self.head.tables.drafts_KR[: chain.steps, : len(chain.tracks)].T.tolist()
+        self.alike.append(verified == [[token for token, _ in drafts] for drafts in found])
         return found
 
 
@@ -338,28 +357,35 @@ def test_a_head_by_recorded_steps(kv_format: str, compiles: bool) -> None:
         expected = answers(plain, asked, params)
     options |= {"speculative": f"eagle3,kv_format={kv_format}", "speculative_tokens": 3}
     shares = dict[str, float]()
-    for how in ("recorded", "live", "steps"):
+    for how in ("unread", "recorded", "live", "steps"):
         with opened("demo", kv_format, graphs=how != "live", **options) as llm:
             assert llm.speculation
             head = llm.speculation.head
             assert isinstance(head, DraftHead) and head.graphs, llm.engine.startup.notes
-            again, replay = Again(head), head.graphs.replay
+            again, unread, replay = Again(head), Unread(head), head.graphs.replay
 
             def note(size: Any, again: Any = again, replay: Any = replay) -> None:
                 again.sizes.append(size)
                 replay(size)
 
             with mock.patch.object(head.graphs, "replay", note), ExitStack() as patches:
+                if how in {"unread", "live"}:
+                    patches.enter_context(mock.patch.object(head, "_drawn", unread))
                 if how == "recorded":
-                    patches.enter_context(mock.patch.object(head, "_read", again))
+                    # It reads what it draws at once: later, steps of the model have changed what it was drawn from.
+                    patches.enter_context(mock.patch.object(head, "tables", None))
+                    patches.enter_context(mock.patch.object(head, "_drawn", again))
                 if how == "steps":
                     patches.enter_context(mock.patch.object(head.forward, "graphs", None))
                 for count in (4, 1, 3):
                     compare(answers(llm, asked[:count], params), expected[:count], kv_format)
+                if how in {"unread", "live"}:
+                    assert not any(one.error for one in answers(llm, asked, drawn))
             counts = llm.speculation.counts
             shares[how] = counts.accepted / counts.drafted
             print(f"{kv_format} {how}: {llm.speculation.summary}", end="; ")
             assert not any(one.error for one in answers(llm, asked, drawn))
+            assert all(unread.alike) and (len(unread.alike) > 30) == (how in {"unread", "live"})
             head.manager.check_integrity()
             if how == "recorded":
                 print(

@@ -271,7 +271,9 @@ class DraftPolicy:
         # Once, however many requests it has.
         if self._last and not self._is_drawn:
             requests, drafts, then, of_drafts = self._last
-            self._last, self._is_drawn = (requests, drafts, then + seconds, of_drafts + seconds), True
+            # The host's part is known already, and the device drew meanwhile.
+            more = max(seconds - of_drafts, 0.0)
+            self._last, self._is_drawn = (requests, drafts, then + more, of_drafts + more), True
 
     def token_seconds(self, requests: int) -> float | None:
         """Return what a token of an answer takes now, where so many requests decode; None where that is not known."""

@@ -427,7 +427,7 @@ class Engine:
                     # While the device computes: the next step can begin once drafts for it are known.
                     self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
                 known = self.speculation.known if self.speculation else None
-                runs, logprobs = step.read(known), step.read_logprobs()
+                (runs, num_drafts), logprobs = step.read(known), step.read_logprobs()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
                 if self.ranks:
                     self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
@@ -436,7 +436,7 @@ class Engine:
                 self._fail_batch(step.batch, self._explained(error))
             else:
                 self._in_flight.popleft()
-                self._commit(step.batch, runs, logprobs, by_request(step.batch, prompt_logprobs))
+                self._commit(step.batch, runs, num_drafts, logprobs, by_request(step.batch, prompt_logprobs))
                 if not later:
                     self._emit_pending()
 
@@ -444,6 +444,7 @@ class Engine:
         self,
         batch: Batch,
         runs: dict[Request, list[int]],
+        num_drafts: Mapping[Request, int],
         logprobs: Mapping[Request, Sequence[Logprob | None]],
         prompt_logprobs: Mapping[Request, Sequence[Logprob]],
     ) -> None:
@@ -460,7 +461,7 @@ class Engine:
         by_id = {request.id: run for request, run in runs.items()}
         prompts_by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
         ended = self.scheduler.commit(batch, by_id, prompts_by_id)
-        self._gains.append(Gains(batch, runs, logprobs, frozenset(ended)))
+        self._gains.append(Gains(batch, runs, num_drafts, logprobs, frozenset(ended)))
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
@@ -473,7 +474,7 @@ class Engine:
             # Together: an interrupt loses nothing.
             self._gains.popleft()
             self._pending += pending
-            self._count_drafts(gains.batch, gains.runs)
+            self._count_drafts(gains)
         errors: list[Exception] = []
         while self._pending:
             request, run, has_ended = self._pending.popleft()
@@ -488,14 +489,15 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _count_drafts(self, batch: Batch, runs: Mapping[Request, Sequence[int]]) -> None:
+    def _count_drafts(self, gains: Gains) -> None:
         """Note how many drafts were accepted."""
-        for item in batch.scheduled:
-            if item.drafts and (run := runs[item.request]):
-                item.request.num_accepted_drafts += len(run) - 1
-                item.request.num_rejected_drafts += 1 + len(item.drafts) - len(run)
+        for item in gains.batch.scheduled:
+            if item.drafts and (run := gains.runs[item.request]):
+                request, num_accepted, num_drafts = item.request, len(run) - 1, gains.num_drafts[item.request]
+                request.num_accepted_drafts += num_accepted
+                request.num_rejected_drafts += num_drafts - num_accepted
                 if self.speculation:
-                    self.speculation.note(item, len(run) - 1)
+                    self.speculation.note(item, num_accepted, num_drafts)
 
     def _emit(self, request: Request, run: Sequence[Logprob], has_ended: bool) -> None:
         """Hand out what the tokens of a step add to an answer, one after the other: a stop string may end it midway."""

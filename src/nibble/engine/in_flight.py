@@ -36,19 +36,25 @@ class InFlightStep:
 
     def read(
         self, known: Callable[[ScheduledRequest], Sequence[int]] | None = None
-    ) -> dict[Request, list[int]]:
-        """Return the tokens that each request gained; INVALID_TOKEN for one whose logits are not numbers.
+    ) -> tuple[dict[Request, list[int]], dict[Request, int]]:
+        """Return the tokens that each request gained, and how many drafts could have been among them.
+
+        INVALID_TOKEN stands for one whose logits are not numbers.
 
         Args:
             known: returns the drafts of a step that has ended; None: those that it was scheduled with.
         """
-        tokens, first, runs = self.sampled.read_ids() if self.sampled else [], 0, dict[Request, list[int]]()
+        tokens, first = self.sampled.read_ids() if self.sampled else [], 0
+        runs, num_drafts = dict[Request, list[int]](), dict[Request, int]()
         for item in self.sampling:
             end = first + 1 + len(item.drafts)
             drafts = known(item) if known else item.drafts
-            runs[item.request] = accepted_run(drafts, tokens[first:end])
+            runs[item.request], num_drafts[item.request] = (
+                accepted_run(drafts, tokens[first:end]),
+                len(drafts),
+            )
             first = end
-        return runs
+        return runs, num_drafts
 
     def read_logprobs(self) -> dict[Request, list[Logprob | None]]:
         """Return what was sampled with its log-probabilities, where any are asked for: of all rows of each request."""
@@ -65,6 +71,8 @@ class Gains:
     batch: Batch
     runs: Mapping[Request, Sequence[int]]
     """Tokens by request."""
+    num_drafts: Mapping[Request, int]
+    """That could have been among them."""
     logprobs: Mapping[Request, Sequence[Logprob | None]]
     """Of these tokens and those behind them, where any were asked for."""
     ended: frozenset[Request]

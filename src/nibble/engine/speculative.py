@@ -57,11 +57,6 @@ def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
     return sampled[: count + 1]
 
 
-def is_unread(drafts: Sequence[int]) -> bool:
-    """Return whether ids stand for drafts that only the device knows (PageTables.unread)."""
-    return drafts[0] < 0
-
-
 @lru_cache(256)
 def recorded_counts(running: int, most_drafts: int, step_tokens: int) -> list[int]:
     """Return the numbers of drafts for each of so many requests that recorded steps have room for.
@@ -273,9 +268,8 @@ class Speculation:
 
     def known(self, item: ScheduledRequest) -> Sequence[int]:
         """Return the drafts of a step that has ended, also of those that the host did not know before."""
-        if not item.drafts or not is_unread(item.drafts):
+        if self.head is None or not self._is_unread(item.drafts):
             return item.drafts
-        assert self.head
         try:
             drafts = self.head.read(item.request, len(item.drafts))
             self.policy.drafted_unread(self.head.unread_seconds)
@@ -283,6 +277,10 @@ class Speculation:
             self._note_error(error)
             return ()
         return self._usable(item.request, drafts)
+
+    def _is_unread(self, drafts: Sequence[int]) -> bool:
+        """Return whether ids stand for drafts that only the device knows (PageTables.unread)."""
+        return bool(self.head and self.head.tables and drafts) and max(drafts) < 0
 
     def _proposed(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
         """Return what the drafter proposes: nothing where it fails, which may cost drafts and never an answer."""
@@ -369,10 +367,9 @@ class Speculation:
         may_propose = getattr(self.drafter, "may_propose", None)
         return may_propose is None or bool(may_propose(request))
 
-    def note(self, item: ScheduledRequest, num_accepted: int) -> None:
-        """Note how many drafts of a step were accepted."""
+    def note(self, item: ScheduledRequest, num_accepted: int, proposed: int) -> None:
+        """Note how many drafts of a step were accepted, of those that could have been."""
         self.settle()
-        proposed = len(item.drafts)
         self.counts.add(proposed, num_accepted)
         self.policy.update(proposed, num_accepted)
         length, num_tokens = self._length(item.request), item.start + 2 + num_accepted
@@ -412,7 +409,7 @@ class Speculation:
         """Return the first ones that may be accepted: before an end of the answer, and as the grammar has it."""
         if not drafts:
             return ()
-        if is_unread(drafts):
+        if self._is_unread(drafts):
             return tuple(drafts)
         is_plain = request.matcher is None and request.stop_ids.isdisjoint(drafts)
         if is_plain and min(drafts) >= 0 and max(drafts) < self.vocab_size:

@@ -83,7 +83,7 @@ def run(count: int, share: float, steps: int, drafter: Says | None = None, seed:
                         True,
                         drafts=drafts,
                     )
-                    speculation.note(item, accepted)
+                    speculation.note(item, accepted, len(drafts))
                 request.token_ids += [0] * (accepted + 1)
                 found.tokens += accepted + 1
             drafts = speculation.propose(requests, lambda request: 7)
@@ -348,7 +348,9 @@ def drafted_on_a_cpu(
         if drafts:
             place = len(request.token_ids) - 1
             made.note(
-                ScheduledRequest(request, place, 1 + len(drafts), Phase.VERIFY, True, drafts=drafts), accepted
+                ScheduledRequest(request, place, 1 + len(drafts), Phase.VERIFY, True, drafts=drafts),
+                accepted,
+                len(drafts),
             )
         request.token_ids += [0] * (accepted + 1)
     return (len(request.token_ids) - 2) / clock[0], drafter.asked
@@ -426,3 +428,19 @@ def test_chances_are_corrected_by_what_was_accepted() -> None:
             request.token_ids += [*(drafts if share else ()), 7]
         assert books.trust == (pytest.approx(3 / (0.9 + 0.81 + 0.729), rel=0.02) if share else LEAST_TRUST)
         books._accepted = books._expected = 4.0
+
+
+@pytest.mark.parametrize(("drawing", "host", "period"), [(3.0, 2.0, 10.0), (1.0, 1.0, 2.5), (4.0, 9.0, 12.0)])
+def test_drawing_that_is_known_late_is_no_part_of_verification(
+    drawing: float, host: float, period: float
+) -> None:
+    """The device draws while the host launches it, and both are over once, whoever takes longer."""
+    policy, now = DraftPolicy(), 0.0
+    for _ in range(8):
+        policy.drafted(host)
+        policy.launched(4, 3, now, waited=True)
+        for _ in range(4):  # requests
+            policy.drafted_unread(drawing)
+        now += period
+    assert policy.times.get(4, 3) == pytest.approx(period)
+    assert policy.verify_times.get(4, 3) == pytest.approx(period - max(drawing, host))

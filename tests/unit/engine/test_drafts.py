@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +216,11 @@ def test_what_cannot_be_accepted_is_not_proposed() -> None:
     assert found == {plain: (1, 2, 3, 4), stops: (1, 2)}
     assert speculation(vocab_size=2).propose([plain], lambda request: 4) == {plain: (1,)}
     assert speculation().propose([plain], lambda request: 0) == {}
+    # Only a head that leaves its drafts on the device says what is no token.
+    for wrong in ([-7, 2], [-1], [1, -7]):
+        with mock.patch.object(Says, "propose", lambda self, tasks, wrong=wrong: [wrong for _ in tasks]):
+            said = speculation().propose([plain], lambda request: 4)
+        assert said == ({plain: (1,)} if wrong[0] > 0 else {})
     assert speculation(step_tokens=2).propose([plain, stops], lambda request: 4) == {}
 
 
@@ -223,7 +229,7 @@ def test_counts_by_position() -> None:
     request = Request("a", [0])
     for drafts, accepted in (((1, 2, 3), 2), ((1,), 1), ((1, 2), 0)):
         item = ScheduledRequest(request, 5, 1 + len(drafts), Phase.VERIFY, True, drafts=drafts)
-        speculation.note(item, accepted)
+        speculation.note(item, accepted, len(drafts))
     assert speculation.numbers() == {
         "drafts_steps": 3, "drafts_drafted": 6, "drafts_accepted": 3,
         "drafts_accepted_at_0": 2, "drafts_accepted_at_1": 1, "drafts_accepted_at_2": 0,
