@@ -24,6 +24,7 @@ if os.environ.get("NIBBLE_TEST_GPU") != "1":
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture
+def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy rounds a row of a product by its place among others, on some processors; the interpreter's tl.dot is one.
+
+    In float64 that is far below what float32 keeps.
+    """
+    from triton.runtime import interpreter
+
+    dot, np = interpreter.InterpreterBuilder.create_dot, interpreter.np
+
+    def precise(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if {x.data.dtype.kind for x in (a, b)} != {"f"}:  # bytes of formats that NumPy has not
+            return dot(self, a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", precise)
 
 
 # The ledger: tests of conformance say what they are about; what no test of a combination disproves goes into it, written

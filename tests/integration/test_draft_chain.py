@@ -332,21 +332,29 @@ def late(llm: LLM, how: Any = None) -> LLM:
     return llm
 
 
-def known_answers(model: Path, **params: Any) -> tuple[list[Any], dict[tuple[int, ...], Any]]:
+Answered = dict[str, tuple[list[Any], dict[tuple[int, ...], Any]]]
+KINDS_OF_ANSWERS = {"greedy": GREEDY, "drawn": DRAWN}
+
+
+@pytest.fixture(scope="module")
+def answered(target: Path) -> Answered:
     """What is answered without drafts, and that by prompt, so that a head can be told."""
-    expected = answers(engine(model, **PLAIN, kv_format="fp32"), MANY, **params)
-    return expected, {
-        tuple(prompt): one.token_ids for prompt, one in zip(MANY, expected, strict=True) if one.token_ids
+    plain = engine(target, **PLAIN, kv_format="fp32")
+    every = {name: answers(plain, MANY, **params) for name, params in KINDS_OF_ANSWERS.items()}
+    return {
+        name: (expected, {tuple(prompt): one.token_ids for prompt, one in zip(MANY, expected, strict=True)})
+        for name, expected in every.items()
     }
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("kind", KINDS_OF_ANSWERS)
 @pytest.mark.parametrize("how", [None, record, live], ids=["eager", "recorded", "live"])
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_drafts_are_verified_before_they_are_read(
-    how: Any, params: dict[str, Any], named: dict[str, Any]
+    how: Any, kind: str, named: dict[str, Any], answered: Answered
 ) -> None:
     model, drafter, _ = named["raw"]
-    expected, known = known_answers(model, **params)
+    params, (expected, known) = KINDS_OF_ANSWERS[kind], answered[kind]
     llm = late(served(model, drafter, record), how)
     with overheard(known), proposals() as noted:
         for _ in range(2):
@@ -357,9 +365,9 @@ def test_drafts_are_verified_before_they_are_read(
     head_of(llm).manager.check_integrity()
 
 
-def test_as_many_drafts_count_whoever_reads_them_first(named: dict[str, Any]) -> None:
+def test_as_many_drafts_count_whoever_reads_them_first(named: dict[str, Any], answered: Answered) -> None:
     model, drafter, _ = named["raw"]
-    _, known = known_answers(model, **GREEDY)
+    _, known = answered["greedy"]
     found = []
     for llm in (served(model, drafter, record), late(served(model, drafter, record))):
         with overheard(known):
@@ -372,9 +380,9 @@ def test_as_many_drafts_count_whoever_reads_them_first(named: dict[str, Any]) ->
     assert found[0][1] == pytest.approx(found[1][1], rel=0.05)
 
 
-def test_an_answer_ends_within_drafts_that_were_not_read(named: dict[str, Any]) -> None:
+def test_an_answer_ends_within_drafts_that_were_not_read(named: dict[str, Any], answered: Answered) -> None:
     model, drafter, _ = named["raw"]
-    expected, known = known_answers(model, **GREEDY)
+    expected, known = answered["greedy"]
     stop = {"stop_token_ids": [one.token_ids[9] for one in expected], "ignore_eos": True}
     short = answers(engine(model, **PLAIN, kv_format="fp32"), MANY, **GREEDY, **stop)
     assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(short, expected, strict=True))
@@ -393,9 +401,11 @@ def test_requests_that_need_tokens_beside_others(named: dict[str, Any]) -> None:
     assert {max(drafts) < 0 for _, drafts in noted if drafts} == {True, False}
 
 
-def test_an_abort_while_drafts_are_verified(named: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abort_while_drafts_are_verified(
+    named: dict[str, Any], answered: Answered, caplog: pytest.LogCaptureFixture
+) -> None:
     model, drafter, _ = named["raw"]
-    expected, known = known_answers(model, **GREEDY)
+    expected, known = answered["greedy"]
     llm = late(served(model, drafter, record), record)
     made, pieces = llm.engine, [list[int]() for _ in MANY]
     with overheard(known):
@@ -433,10 +443,10 @@ def _nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [_other_request, _other_place, _nothing_new])
 def test_other_drafts_than_the_host_reads_are_noticed(
-    plant: Any, named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    plant: Any, named: dict[str, Any], answered: Answered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, drafter, _ = named["raw"]
-    expected, known = known_answers(model, **GREEDY)
+    expected, known = answered["greedy"]
     plant(monkeypatch)
     llm = late(served(model, drafter, record))
     with overheard(known), pytest.raises(AssertionError):

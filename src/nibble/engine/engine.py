@@ -426,8 +426,8 @@ class Engine:
                 if self.overlap and step.has_drafts:
                     # While the device computes: the next step can begin once drafts for it are known.
                     self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
-                known = self.speculation.known if self.speculation else None
-                (runs, num_drafts), logprobs = step.read(known), step.read_logprobs()
+                drafts_of = self.speculation.drafts_of if self.speculation else None
+                (runs, num_drafts), logprobs = step.read(drafts_of), step.read_logprobs()
                 prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
                 if self.ranks:
                     self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing

@@ -35,20 +35,20 @@ class InFlightStep:
         return any(item.drafts for item in self.sampling)
 
     def read(
-        self, known: Callable[[ScheduledRequest], Sequence[int]] | None = None
+        self, drafts_of: Callable[[ScheduledRequest], Sequence[int]] | None = None
     ) -> tuple[dict[Request, list[int]], dict[Request, int]]:
         """Return the tokens that each request gained, and how many drafts could have been among them.
 
         INVALID_TOKEN stands for one whose logits are not numbers.
 
         Args:
-            known: returns the drafts of a step that has ended; None: those that it was scheduled with.
+            drafts_of: returns the drafts of a step that has ended; None: those that it was scheduled with.
         """
         tokens, first = self.sampled.read_ids() if self.sampled else [], 0
         runs, num_drafts = dict[Request, list[int]](), dict[Request, int]()
         for item in self.sampling:
             end = first + 1 + len(item.drafts)
-            drafts = known(item) if known else item.drafts
+            drafts = drafts_of(item) if drafts_of else item.drafts
             runs[item.request], num_drafts[item.request] = (
                 accepted_run(drafts, tokens[first:end]),
                 len(drafts),

@@ -281,7 +281,7 @@ class ModelRunner:
             sent[part] for part in numbers.inputs
         )
         if numbers.takes_sampled:
-            token_ids_T = self.tables.known(token_ids_T, rows_T)
+            token_ids_T = self.tables.resolve_ids(token_ids_T, rows_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
         meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
@@ -557,7 +557,7 @@ class ModelRunner:
         # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
         first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
         positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
-        ids_BL = tables.known(inputs.ids_BL, inputs.rows_B[:, None])
+        ids_BL = tables.resolve_ids(inputs.ids_BL, inputs.rows_B[:, None])
         page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
         width = page_table_BN.shape[1]
         exact_table_BN = self._exact_table(inputs.rows_B, width)

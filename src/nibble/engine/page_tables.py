@@ -121,7 +121,7 @@ class PageTables:
         """Return the id that stands for a draft that the device has in drafts_KR."""
         return ON_DEVICE - 1 - place * len(self.latest_R) - column
 
-    def known(self, ids: Tensor, rows: Tensor) -> Tensor:
+    def resolve_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Return the ids of tokens, as the device knows them.
 
         Args:

@@ -266,7 +266,7 @@ class Speculation:
             except Exception as error:  # what the head misses of these requests it does not draft for
                 self._note_error(error)
 
-    def known(self, item: ScheduledRequest) -> Sequence[int]:
+    def drafts_of(self, item: ScheduledRequest) -> Sequence[int]:
         """Return the drafts of a step that has ended, also of those that the host did not know before."""
         if self.head is None or not self._is_unread(item.drafts):
             return item.drafts

@@ -62,7 +62,7 @@ def unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
 
 
 def token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
-    """Return the ids of all tokens; negative ones of those that the host does not know yet (PageTables.known)."""
+    """Return the ids of all tokens; negative ones of those that the host does not know yet (PageTables.resolve_ids)."""
     token_ids: list[int] = []
     for item in scheduled:
         num_kept = item.num_tokens - len(item.drafts)

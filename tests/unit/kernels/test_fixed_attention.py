@@ -28,7 +28,7 @@ from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase
 
 pytestmark = [
-    pytest.mark.usefixtures("scalars_bound_loops"),
+    pytest.mark.usefixtures("scalars_bound_loops", "rows_alike"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="these tiles are for the interpreter"),
 ]
 

@@ -27,7 +27,7 @@ HOPPER = GPU(90, 132, 232_448)
 TILES = [*twin.all_tiles(torch.float16, HOPPER), twin.FULL]
 ROWS = 40
 
-pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
+pytestmark = pytest.mark.usefixtures("scalars_bound_loops", "rows_alike")
 
 
 def factors(k: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
