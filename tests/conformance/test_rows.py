@@ -366,7 +366,7 @@ def check_merged(
 
 
 # vendors' packages warn of what is their business
-@pytest.mark.sample(700)
+@pytest.mark.sample(500)
 @pytest.mark.filterwarnings("error" if HARDWARE.is_cpu else "ignore")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:

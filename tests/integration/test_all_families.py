@@ -25,7 +25,7 @@ def case(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=cause) if cause else ())
 
 
-@pytest.mark.sample(80)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("name", [case(name) for name in TYPES if name not in NOT_BUILT])
 def test_a_type_is_served_right_or_refused_for_a_true_reason(name: str, tmp_path: Path) -> None:
     result = examine(name, tmp_path)

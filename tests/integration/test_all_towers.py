@@ -17,7 +17,7 @@ from towers import NAMES, NOT_BUILT, REFUSED, TOWERS
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # foreign code warns of itself
 
 
-@pytest.mark.sample(36)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_BUILT])
 def test_a_class_is_served_right_or_refused_for_a_true_reason(name: str, tmp_path: Path) -> None:
     result = examine(name, tmp_path)

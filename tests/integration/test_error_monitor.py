@@ -136,6 +136,7 @@ def _round_trip(view: Any, name: str, x: torch.Tensor) -> Any:
     return codec.decode(codec.encode(x, entry.scale), entry.scale).double().numpy()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -167,6 +168,7 @@ def test_nothing_is_wrong_with_a_cache_that_loses_nothing(family: str, changes: 
     assert kinds == {{"deepseek_v3": "mla", "glm_moe_dsa": "dsa"}.get(family, "mha")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kv_format", ["fp8_e4m3", "nvfp4", "nvfp4+rot", "nvfp4+kmean+rot", "mxfp4"])
 def test_a_sound_cache_errs_as_its_format_does(kv_format: str, gqa: Path) -> None:
     llm = served(gqa, kv_format)
@@ -190,6 +192,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "nibble.fidelity"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kv_format", ["fp8_e4m3", "nvfp4"])
 @pytest.mark.parametrize(("stream", "times"), [("k", 0.02), ("k", 1e8), ("v", 0.02)])
 def test_a_wrong_scale_is_found(

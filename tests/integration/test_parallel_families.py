@@ -70,7 +70,7 @@ def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path]) -> Non
     compare(saved(paths, name), name, CASES[name])
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(parallel.VERIFIED))
 def test_every_family_that_may_be_divided(name: str, paths: dict[str, Path]) -> None:

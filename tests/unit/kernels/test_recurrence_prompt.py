@@ -75,7 +75,7 @@ def run(step: Prompt) -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str
