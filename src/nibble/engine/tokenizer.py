@@ -127,7 +127,7 @@ class Tokenizer:
 
     @cached_property
     def _decode(self) -> Callable[..., str]:
-        """What makes a text of tokens: the fast tokenizer below Transformers' class, which takes ten times as long."""
+        """What makes a text of tokens: the fast tokenizer below Transformers' class, which takes far longer."""
         from transformers import PreTrainedTokenizerFast as Fast
 
         kind = type(self._inner)
