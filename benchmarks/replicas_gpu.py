@@ -54,9 +54,17 @@ class Run:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class Server:
+    """One that was started, and may still be loading."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
-def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator[str]:
-    """The address of a server, which may still be loading."""
+def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator[Server]:
+    """A server, which is stopped in the end."""
     port = free_port()
     command = [
         sys.executable, "-m", "nibble", "serve", str(folder), "--port", str(port), "--replicas", str(engines),
@@ -69,7 +77,7 @@ def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield Server(f"http://127.0.0.1:{port}", process)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -78,16 +86,18 @@ def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator
             process.kill()
 
 
-def wait_ready(url: str) -> None:
+def wait_ready(server: Server) -> None:
     end = time.monotonic() + READY_S
     while time.monotonic() < end:
+        if (status := server.process.poll()) is not None:
+            raise SystemExit(f"a server has ended, with status {status}")
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise SystemExit(f"{url} is not ready after {READY_S} s")
+    raise SystemExit(f"{server.url} is not ready after {READY_S} s")
 
 
 def random_prompts(count: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
@@ -232,7 +242,7 @@ def main() -> None:
             wait_ready(one)
             wait_ready(several)
             print(f"servers: {time.perf_counter() - began:.0f} s", flush=True)
-            runs = asyncio.run(measure(one, several, options))
+            runs = asyncio.run(measure(one.url, several.url, options))
         print(f"all: {time.perf_counter() - began:.0f} s\n\n{report(runs, options)}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -72,6 +72,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def write_new(path: Path, content: str) -> bool:
+    """Write a file at once, unless there is one; return whether there was none."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
 def remove_unused(entries: Iterable[Path], limit: int, keep_s: float) -> int:
     """Delete what was not used for the longest time, as far as all of it takes more than a limit.
 

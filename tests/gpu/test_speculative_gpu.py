@@ -379,11 +379,11 @@ def test_a_head_by_recorded_steps(kv_format: str, compiles: bool) -> None:
                     patches.enter_context(mock.patch.object(head.forward, "graphs", None))
                 for count in (4, 1, 3):
                     compare(answers(llm, asked[:count], params), expected[:count], kv_format)
+                counts = llm.speculation.counts
+                shares[how] = counts.accepted / counts.drafted
+                print(f"{kv_format} {how}: {llm.speculation.summary}", end="; ")
                 if how in {"unread", "live"}:
                     assert not any(one.error for one in answers(llm, asked, drawn))
-            counts = llm.speculation.counts
-            shares[how] = counts.accepted / counts.drafted
-            print(f"{kv_format} {how}: {llm.speculation.summary}", end="; ")
             assert not any(one.error for one in answers(llm, asked, drawn))
             assert all(unread.alike) and (len(unread.alike) > 30) == (how in {"unread", "live"})
             head.manager.check_integrity()

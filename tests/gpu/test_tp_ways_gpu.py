@@ -19,8 +19,11 @@ from nibble.models.hub import quiet
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PROMPTS = [[(7 * i + j * j) % (VOCAB - 1) + 1 for j in range(20 + 14 * i)] for i in range(6)]
-KL, NEAR = 2e-2, 0.1
-"""Sums over GPUs round in another order, and in BF16 a token's experts are then others now and then."""
+NEAR = 0.1
+TIMES, KL = 2.0, 2e-2
+"""Sums over GPUs round in another order, and in BF16 a token's experts are then others now and then: in a tiny model of
+random weights that moves a token's logits by a KL divergence of up to 0.5. So answers of two GPUs are to be as near to
+those in float32 as one GPU's, so many times, and KL."""
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
 EAGER = {"graphs": False, "compile": False}
 OPTIONS: dict[str, Any] = {
@@ -39,8 +42,13 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
+def logits(llm: LLM) -> torch.Tensor:
+    """Of all prompts' tokens, one after the other."""
+    return torch.cat([llm.logits(prompt).float().cpu() for prompt in PROMPTS])
+
+
 def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
-    p, q = (logits.float().cpu().log_softmax(-1) for logits in (one_TV, other_TV))
+    p, q = (logits_TV.log_softmax(-1) for logits_TV in (one_TV, other_TV))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -67,10 +75,14 @@ def near_share(llm: LLM) -> float:
 )
 def test_answers_of_two_gpus_are_those_of_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     path = saved(name, tmp_path)
-    with LLM(str(path), **OPTIONS) as llm:
-        expected_TV = llm.logits(PROMPTS[-1])
+    with LLM(str(path), **{**OPTIONS, **EAGER, "device": "cpu", "dtype": "float32"}) as llm:
+        exact_TV = logits(llm)
+    with LLM(str(path), **OPTIONS, **EAGER) as llm:
+        limit = TIMES * divergence(exact_TV, logits(llm)) + KL
     with LLM(str(path), tp=2, **OPTIONS, **options) as llm:
-        assert divergence(expected_TV, llm.logits(PROMPTS[-1])) < KL
+        found = divergence(exact_TV, logits(llm))
+        print(f"{name}: {found:.3f} of at most {limit:.3f}")
+        assert found < limit
         assert near_share(llm) > 0.97
         if "attention_dp" in options:
             manager = llm.engine.scheduler.manager

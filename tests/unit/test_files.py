@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ConfigError
-from nibble.files import check_writable, remove_unused, write_atomic
+from nibble.files import check_writable, remove_unused, write_atomic, write_new
 
 
 def test_a_file_that_can_be_written_is_not_touched(tmp_path: Path) -> None:
@@ -19,6 +19,12 @@ def test_a_file_that_can_be_written_is_not_touched(tmp_path: Path) -> None:
     assert (
         check_writable(str(file)) == file and file.read_text() == "{}" and list(tmp_path.iterdir()) == [file]
     )
+
+
+def test_of_several_that_write_a_file_the_first_one_counts(tmp_path: Path) -> None:
+    file = tmp_path / "result"
+    assert write_new(file, "first") and not write_new(file, "second")
+    assert file.read_text() == "first" and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_home_folder_may_be_written_as_users_write_it(

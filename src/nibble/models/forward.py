@@ -6,6 +6,7 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -109,6 +110,8 @@ def inductor_options(model: nn.Module) -> dict[str, Any]:
     """Return the options that a model on a GPU is compiled with."""
     if not next(model.parameters()).is_cuda:
         return {}
+    # Products in float32 are those that must be, as of routers; users cannot do anything about it.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     return {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
@@ -122,17 +125,14 @@ def _early_launches() -> dict[str, bool]:
     option = "triton.enable_pdl"
     if option not in torch._inductor.config.get_config_copy() or not hasattr(TritonKernel, _BEFORE_ACCESS):
         return {}
-    for name, wrap in ((_BEFORE_ACCESS, _always_waiting), (_FILTER, _launching_at_once)):
-        own = getattr(TritonKernel, name, None)
-        if own is not None and not hasattr(own, "__wrapped__"):
-            setattr(TritonKernel, name, wrap(own))
+    own = getattr(TritonKernel, _BEFORE_ACCESS)
+    if not hasattr(own, "__wrapped__"):
+        setattr(TritonKernel, _BEFORE_ACCESS, _always_waiting(own))
     return {option: True}
 
 
 _BEFORE_ACCESS = "_handle_pdl_before_access"
 """Where inductor decides whether a kernel waits before it reads or writes (torch/_inductor/codegen/triton.py)."""
-_FILTER = "_filter_pdl"
-"""Where it leaves out what a kernel does twice."""
 
 
 def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
@@ -157,30 +157,6 @@ def _always_waiting(decide: Callable[..., None]) -> Callable[..., None]:
             scheduler.previous_node = previous
 
     return always
-
-
-def _launching_at_once(filter_lines: Callable[..., None]) -> Callable[..., None]:
-    """Return the same, but a kernel lets the next one start as soon as it has waited.
-
-    Inductor lets it start behind the last load, which in a norm of wide rows is near the end, as they are loaded twice.
-    A product behind it has begun to load its weight by then.
-    """
-
-    @functools.wraps(filter_lines)
-    def at_once(self: Any, code: Any) -> None:
-        filter_lines(self, code)
-        waits = [i for i, line in enumerate(code._lines) if _is_line(line, self.GDC_WAIT)]
-        if waits:
-            wait = code._lines[waits[0]]
-            lines = [*code._lines[: waits[0] + 1], wait.replace(self.GDC_WAIT, self.GDC_LAUNCH)]
-            code._lines = lines + [x for x in code._lines[waits[0] + 1 :] if not _is_line(x, self.GDC_LAUNCH)]
-
-    return at_once
-
-
-def _is_line(line: Any, what: str) -> bool:
-    """Return whether something is in a line of code; other lines are still to be made."""
-    return type(line) is str and what in line
 
 
 def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -154,6 +154,16 @@ def test_trials_for_more_rows(winners: dict[int, str], monkeypatch: pytest.Monke
     assert op.serves(narrow) is (16 in winners) and tried == [16]
 
 
+def test_of_processes_that_try_at_the_same_time_the_first_decides(tmp_path: Path) -> None:
+    path, ways = tmp_path / "linear" / "a trial", {op.TORCH, op.TRITON}
+    assert op._keep(path, op.TRITON, ways) == op.TRITON
+    assert op._keep(path, op.TORCH, ways) == op.TRITON
+    path.write_text("a way of another version")
+    assert op._keep(path, op.TORCH, ways) == op.TORCH == path.read_text()
+    (tmp_path / "file").touch()
+    assert op._keep(tmp_path / "file" / "a trial", op.TRITON, ways) == op.TRITON, "a folder that is none"
+
+
 def test_what_is_not_on_a_gpu_is_left_alone() -> None:
     assert not op.serves(torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"))
 

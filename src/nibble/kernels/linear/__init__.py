@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.files import write_atomic
+from nibble.files import write_atomic, write_new
 from nibble.formats import transforms
 from nibble.hardware import cache_folder
 from nibble.kernels import MMA_ROWS, ahead, gpu_of, triton_present
@@ -207,7 +207,10 @@ def _facts() -> tuple[object, ...]:
 
 
 def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> str:
-    """Run a trial and keep its result. A kernel that fails for whatever reason does not win, this time."""
+    """Run a trial, and return its result or that of another process, which was first.
+
+    A kernel that fails for whatever reason does not win, this time.
+    """
     ways = dict(operation.ways(weight_NK, most))
     if set(ways) <= {TORCH}:
         return TORCH
@@ -224,12 +227,22 @@ def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> st
     if times:
         times[TORCH] = _ms(library, x, weight_NK)
     fastest = min(times, key=lambda name: times[name], default=TORCH)
-    if not has_failed:
-        # A cache folder that cannot be written costs time, nothing else.
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, fastest)
-    return fastest
+    return fastest if has_failed else _keep(path, fastest, operation.ways(weight_NK, most))
+
+
+def _keep(path: Path, result: str, ways: Container[str]) -> str:
+    """Keep the result of a trial, and return it; or that of another process, if it has kept one meanwhile.
+
+    So replicas that start together compute alike.
+    """
+    # A cache folder that cannot be written costs time, nothing else.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not write_new(path, result):
+            if (other := _result_of(path)) in ways:
+                return str(other)
+            write_atomic(path, result)
+    return result
 
 
 def _is_right(multiply: Multiply, library: Multiply, x: Tensor, weight_NK: Tensor) -> bool:

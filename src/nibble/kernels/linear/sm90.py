@@ -111,10 +111,10 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     Raises:
         BackendError: No tile fits.
     """
-    columns, has_many = cdiv(outputs, 2 * GROUP), rows > 32
+    columns = cdiv(outputs, 2 * GROUP)
     if columns > processors:
-        # All blocks at a time, and where rows are many few that read them.
-        tile = Tile(4, 1, 5 if rows <= 64 else 4) if has_many else Tile(2, 1, 5)
+        # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
+        tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, 5 if rows <= 32 else 3)
     else:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
