@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import tape
 from divided import PROMPT, PROMPTS, answers, served
 from families import TOLERANCE, make, tiny_config, tiny_model
 from nibble import LLM, ConfigError
+from nibble.attention import backends
+from nibble.attention.planner.plan import graph_sizes as graphs_sizes
 from nibble.cache.rank_managers import RankManagers
+from nibble.engine import graphs, parallel_steps, warmup_steps
+from nibble.engine.graphs import Graphs, live
 from nibble.engine.model_runner import ModelRunner
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.collectives.processes import GlooCollectives
+from nibble.models import linear, mla
+from nibble.models.forward import compiled
 from nibble.models.hub import quiet
 from nibble.models.parallel_rows import Rows
+from planning import PLAIN
 from thread_ranks import ThreadRanks
+from toys import graph_backend
 
 OPTIONS: dict[str, Any] = {"kv_format": "fp32", "kv_memory": "8MiB"}
 LONG, PAGE_BYTES = 40, 16 * 640
@@ -111,6 +123,108 @@ def test_other_families_answer_as_one_rank(name: str, tmp_path: Path) -> None:
         assert answers(llm) == expected
 
 
+@pytest.fixture
+def toy() -> Iterator[str]:
+    """A backend whose steps a tape may hold."""
+    backend = backends.register(graph_backend.info(graph_backend.Masked))
+    yield backend.name
+    backends.unregister(backend.name)
+
+
+@pytest.fixture(scope="module")
+def plain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    with quiet():
+        tiny_model("qwen3").save_pretrained(path)
+    return path
+
+
+def recorded(llm: LLM, how: Any) -> list[list[Any]]:
+    """Records decode steps of both ranks, and lets steps run ahead, as on GPUs; returns the sizes of each that are replayed."""
+    for runner in runners_of(llm):
+        graph_backend.make_recordable(runner.pool)
+    first = runners_of(llm)[0]
+    with mock.patch.object(graphs, "CudaGraphs", lambda: how):
+        first.record(Graphs(graphs_sizes(llm.config.max_running), first.device, how))
+        llm.engine.ranks.run("barrier")  # type: ignore[union-attr]
+        llm.engine.ranks.here.group.barrier()  # type: ignore[union-attr]
+    llm.engine.overlap = True
+    return [noted(runner.graphs) for runner in runners_of(llm)]
+
+
+def noted(made: Any) -> list[Any]:
+    sizes, replay = list[Any](), made.replay
+
+    def note(size: Any) -> None:
+        sizes.append(size)
+        replay(size)
+
+    made.replay = note
+    return sizes
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("how", [tape.record, live], ids=["recorded", "live"])
+@pytest.mark.usefixtures("toy")
+def test_recorded_steps_answer_as_one_rank(how: Any, kv_format: str, plain_path: Path) -> None:
+    """All ranks replay a step of one size, whatever requests each has, and take what was sampled from the device."""
+    options: dict[str, Any] = {
+        **PLAIN, "kv_format": kv_format, "kv_scales": "one", "kv_memory": "8MiB", "attention_dp": True, "max_running": 6,
+    }  # fmt: skip
+    with served(plain_path, 2, **options) as llm:
+        expected, drawn = answers(llm, LONG), sampled(llm)
+    with served(plain_path, 2, **options) as llm:
+        sizes = recorded(llm, how)
+        assert answers(llm, LONG) == expected
+        assert sizes[0] == sizes[1] and len(sizes[0]) > LONG // 2 and len(set(sizes[0])) > 1
+        # One request, of which the other rank has nothing; and others, which are drawn.
+        alone = llm.generate(PROMPTS[1], max_tokens=LONG, temperature=0, ignore_eos=True, progress=False)
+        assert alone.completions[0].token_ids == expected[1]
+        assert sampled(llm) == drawn
+        llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "minicpm3"])
+def test_one_compiled_graph_serves_steps_of_all_sizes(
+    name: str, paths: dict[str, Path], of_one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    # As on GPUs: a CPU's packed products are not compiled, nor its other products of few rows.
+    monkeypatch.setattr(linear, "is_available", lambda: False)
+    monkeypatch.setattr(mla, "MIN_ROWS", 0)
+    with served(paths[name], 2, attention_dp=True, **OPTIONS) as llm:
+        for runner in runners_of(llm):
+            runner._run = compiled(runner.model, "aot_eager")
+        first = runners_of(llm)[0]
+        warmup_steps.run_prompts(first, (warmup_steps.FIRST_STEP,), warmup_steps.managers_of(first))
+        assert counters["stats"]["unique_graphs"] == 2, "one of each rank"
+        expected = [tokens[:10] for tokens in of_one[name][1]]
+        assert answers(llm) == expected
+        assert answers(llm) == expected, "after prefix hits"
+        assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (2, 0)
+
+
+def sampled(llm: LLM) -> list[tuple[int, ...]]:
+    outputs = llm.generate(PROMPTS, max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, progress=False)
+    return [output.completions[0].token_ids for output in outputs]
+
+
+def test_tokens_of_another_rank_are_noticed(
+    plain_path: Path, toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank takes its own of the tokens that rank 0 has sampled."""
+    options = {**PLAIN, "kv_format": "bf16", "kv_scales": "one", "kv_memory": "8MiB", "attention_dp": True}
+    with served(plain_path, 2, **options) as llm:
+        expected = answers(llm)
+    own = parallel_steps._sampled_at
+    monkeypatch.setattr(parallel_steps, "_sampled_at", lambda *asked: [[0] * len(at) for at in own(*asked)])
+    with served(plain_path, 2, **options) as llm:
+        recorded(llm, live)
+        assert answers(llm) != expected
+
+
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path], of_one: dict[str, Any]) -> None:
     options = {"kv_format": "fp32", "prefix_cache": False, "kv_memory": str(8 * PAGE_BYTES)}
     with served(paths["deepseek_v3"], 2, attention_dp=True, **options) as llm:
@@ -151,7 +265,7 @@ def test_processes_answer_as_one(paths: dict[str, Path], of_one: dict[str, Any])
 def test_rows_of_another_rank_are_noticed(
     paths: dict[str, Path], of_one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rows, "own", lambda _, y, count: y[:count])
+    monkeypatch.setattr(Rows, "own", lambda _, y, x: y[: len(x)])
     with served(paths["minicpm3"], 2, attention_dp=True, **OPTIONS) as llm:
         assert answers(llm) != of_one["minicpm3"][1]
 

@@ -29,7 +29,15 @@ from nibble.attention.planner.memory import MemoryPlanner
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.config import Config
-from nibble.engine import build, draft_books, draft_head, draft_steps, speculation_plan, speculative, warmup
+from nibble.engine import (
+    build,
+    draft_books,
+    draft_head,
+    draft_steps,
+    speculation_plan,
+    speculative,
+    warmup_steps,
+)
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.graphs import Graphs
@@ -445,7 +453,7 @@ def test_scales_of_a_head_are_measured_on_hidden_states(
     )
     assert counts[0] == 0 and counts[1] > 512
     # What a start on a GPU runs of a head has positions beyond those, and no hidden states.
-    warmup._run_prompts(head_of(llm).runner, (counts[1] + 50,))
+    warmup_steps.run_prompts(head_of(llm).runner, (counts[1] + 50,))
     answers(llm, PROMPTS[:1], **GREEDY)
 
 

@@ -18,7 +18,7 @@ from nibble.attention.planner import window_memory
 from nibble.attention.planner.window_memory import SNAPSHOT_SHARE
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
-from nibble.engine import model_runner as runners
+from nibble.engine import step_tokens
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.plan import plan_engine
 from nibble.engine.rank import Follower
@@ -180,15 +180,12 @@ def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPa
     """What one half has chosen comes while the other chooses; padding may be all that a half has."""
     asked = prompts(6)
     expected = answers(llm(model, kv_format="fp8_ds_mla"), asked)
-    monkeypatch.setattr(runners, "MIN_SPLIT", 4)
-    monkeypatch.setattr(runners, "SPLIT_MULTIPLE", 2)
+    monkeypatch.setattr(step_tokens, "MIN_SPLIT", 4)
+    monkeypatch.setattr(step_tokens, "SPLIT_MULTIPLE", 2)
     hot = tight(model, kv_format="fp8_ds_mla")
     runner = hot.engine.runner
-    assert (runner._split_points(2), runner._split_points(4), runner._split_points(6)) == (
-        (0, 2),
-        (0, 2, 4),
-        (0, 4, 6),
-    )
+    points = [step_tokens.split_points(size, has_tier=True) for size in (2, 4, 6)]
+    assert points == [(0, 2), (0, 2, 4), (0, 4, 6)]
     runner.record(Graphs((2, 4, 8), runner.device, live))
     assert answers(hot, asked) == expected
     assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.lookup_counts["misses"] > 100

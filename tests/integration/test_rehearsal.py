@@ -16,7 +16,7 @@ import torch
 
 from nibble import LLM
 from nibble.attention.layer import attention
-from nibble.engine import rehearsal, warmup
+from nibble.engine import rehearsal, warmup, warmup_steps
 from nibble.engine.model_runner import ModelRunner
 from nibble.errors import BackendError
 from nibble.kernels import ahead
@@ -38,8 +38,8 @@ USUAL: dict[str, Any] = {"kv_memory": "8MiB", "max_running": 8, "max_context": 4
 def parts_of(runner: ModelRunner) -> list[Any]:
     return [
         *warmup.tests_of(runner),
-        partial(warmup._run_chunks, runner, 8192, 300),
-        partial(warmup._run_drafts, runner, 300, 7),
+        partial(warmup_steps.run_chunks, runner, 8192, 300),
+        partial(warmup_steps.run_drafts, runner, 300, 7),
         partial(rehearsal.rehearse_graphs, runner, (2, 4, 8, 24), ()),
     ]
 

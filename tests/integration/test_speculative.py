@@ -19,7 +19,7 @@ from bits import preempting
 from families import VOCAB, make, tiny_config
 from nibble import LLM, SamplingParams
 from nibble.config import Config
-from nibble.engine import speculation_plan, warmup
+from nibble.engine import speculation_plan, warmup_steps
 from nibble.engine.request import Completion
 from nibble.errors import ConfigError
 from nibble.formats import scheme
@@ -276,8 +276,8 @@ def test_what_a_start_on_a_gpu_runs_of_drafts(tiny: Path, models: dict[str, Path
         llm = engine(model, kv_format=kv_format, speculative="lookup")
         expected = answers(llm, PROMPTS, **GREEDY)
         llm.engine.scheduler.manager.clear()
-        warmup._run_drafts(llm.engine.runner, 1000, 7)
-        warmup._run_drafts(llm.engine.runner, 20, 7)
+        warmup_steps.run_drafts(llm.engine.runner, 1000, 7)
+        warmup_steps.run_drafts(llm.engine.runner, 20, 7)
         same(answers(llm, PROMPTS, **GREEDY), expected)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nibble import LLM
-from nibble.engine import warmup
+from nibble.engine import warmup_steps
 from nibble.model_spec import Phase
 from tiny import MLA, SPARSE, save_tiny
 
@@ -48,15 +48,15 @@ def test_a_few_tokens_after_few_and_after_many(
             return logits
 
         monkeypatch.setattr(type(runner), "forward", recorded)
-        warmup._run_chunks(runner, 8192, 300)
+        warmup_steps.run_chunks(runner, 8192, 300)
         monkeypatch.undo()
         assert [count for _, count, _ in steps] == [
             24,
-            *warmup.CHUNKS,
-            300 - sum(warmup.CHUNKS),
-            *warmup.CHUNKS,
+            *warmup_steps.CHUNKS,
+            300 - sum(warmup_steps.CHUNKS),
+            *warmup_steps.CHUNKS,
         ]
         assert {phase for _, _, phase in steps} == {Phase.PREFILL, Phase.EXTEND}
-        assert max(start for start, _, _ in steps) == 300 - warmup.CHUNKS[-1]
+        assert max(start for start, _, _ in steps) == 300 - warmup_steps.CHUNKS[-1]
         after = llm.generate([prompt[:-1], prompt], max_tokens=8, ignore_eos=True)[1].completions[0].token_ids
         assert after == before

@@ -22,7 +22,7 @@ from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniforms
-from nibble.engine.warmup import _longest_prompts
+from nibble.engine.warmup_steps import longest_prompts
 from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels import ALIGNED
 from planning import QWEN3_8B, memory_plan
@@ -158,7 +158,7 @@ def test_running_out_of_memory_says_what_would_help() -> None:
 @pytest.mark.parametrize(("tokens", "longest"), [(10, 1000), (500, 100), (5000, 1000), (7, 3)])
 def test_the_largest_step_is_filled_as_far_as_there_is_room(tokens: int, longest: int, tiny: Path) -> None:
     runner = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB", max_running=4, max_context=512).engine.runner
-    lengths = _longest_prompts(runner, tokens, longest)
+    lengths = longest_prompts(runner, tokens, longest)
     pages = sum(-(-length // runner.plan.page_size) for length in lengths)
     assert max(lengths) <= longest and len(lengths) <= 5 and pages <= runner.pool.pages
     assert sum(lengths) == tokens or len(lengths) == 5 or pages == runner.pool.pages

@@ -63,7 +63,7 @@ from nibble.models.hub import local_folder, pinned, split_head
 from nibble.models.observe import context_limits
 from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
-from nibble.models.parallel_rows import Rows, gather_rows
+from nibble.models.parallel_rows import ROWS, Rows, gather_rows
 from nibble.models.parallel_ways import Ways
 from nibble.models.quantization import Handling, require_readable
 from nibble.spec import CacheSpec
@@ -357,7 +357,8 @@ def _divided_model(engine_plan: EnginePlan, rank: Rank) -> Any:
         broadcast(rank.group, model.device, linear.results)
     join(model, division.layout, rank.shard, rank.group, rank.number, deterministic=config.deterministic)
     if config.attention_dp:
-        model.nibble_rows = rows = Rows(rank.group)
+        rows = Rows(rank.group, rank.number)
+        setattr(model, ROWS, rows)
         gather_rows(model, division.layout, rows)
     return model
 
@@ -539,7 +540,7 @@ def _engine(
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
-        overlap=not hardware.is_cpu and not config.attention_dp,
+        overlap=not hardware.is_cpu,
     )
 
 

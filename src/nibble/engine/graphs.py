@@ -57,7 +57,7 @@ class Graphs:
         self.rows = torch.arange(max_rows, device=device)
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
-        """[max_rows, V], allocated by the first step."""
+        """[max_rows, V], and as many of each rank that has requests of its own; allocated by the first step."""
         self.states: Tensor | None = None
         """Hidden states [max_rows, X], allocated by the first step, where a head drafts."""
         self._record = record
@@ -72,8 +72,13 @@ class Graphs:
                 self.states = states_BX.new_zeros(len(self.rows), states_BX.shape[1])
             self.states[: len(states_BX)].copy_(states_BX)
         if not len(self.logits):
-            self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
+            # Of all ranks, where each attends for requests of its own.
+            self.logits = logits_BV.new_empty(max(len(self.rows), len(logits_BV)), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
+
+    def size_of(self, requests: int) -> int:
+        """Return the smallest decode step with room for so many requests."""
+        return next(size for size in self.sizes if size >= requests)
 
     def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
         """Return rows of the page tables, positions and token ids of a step of `size` requests."""

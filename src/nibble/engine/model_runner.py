@@ -39,7 +39,7 @@ from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.graphs import Graphs, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
-from nibble.engine.parallel_steps import numbers_by_rank
+from nibble.engine.parallel_steps import numbers_by_rank, replay_numbers_by_rank
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
@@ -49,6 +49,7 @@ from nibble.engine.step_tokens import (
     logit_rows,
     padded_logit_rows,
     padded_token_ids,
+    split_points,
     token_ids,
     token_slots,
     unkept,
@@ -58,14 +59,12 @@ from nibble.engine.step_tokens import (
 from nibble.kernels import cdiv
 from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
+from nibble.kernels.transfer import to_device
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
-from nibble.models.parallel_rows import Rows
+from nibble.models.parallel_rows import ROWS, Rows, equal_rows
 from nibble.models.taps import TAPS
-
-MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
-"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
 
 
 def adapters(plan: Plan) -> dict[str, Any]:
@@ -115,10 +114,12 @@ class ModelRunner:
     books: list[ModelRunner] = field(default_factory=list, init=False)
     """At rank 0 then: what makes the numbers of each rank's steps, over its page tables."""
     _sampled_rows_S: Tensor | None = field(default=None, init=False)
+    _sampled_at_S: Tensor | None = field(default=None, init=False)
+    """Which of the sampled tokens are this rank's, where others have requests of their own."""
 
     def __post_init__(self) -> None:
         self.device = self.tables.device
-        self.rows = getattr(self.model, "nibble_rows", None)
+        self.rows = getattr(self.model, ROWS, None)
         if hasattr(self.model, TAPS):
             self.tables.keep_drafts()
         self._run = self.run or plain(self.model)
@@ -156,7 +157,7 @@ class ModelRunner:
         if self.followers and self.books:
             return self._compute_by_requests(self.followers, scheduled, every)
         if self.graphs and not every and phases == {Phase.DECODE}:
-            numbers = self._replay_numbers(scheduled, self.graphs)
+            numbers = self.replay_numbers(scheduled, self.graphs.size_of(len(scheduled)))
         elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
             numbers = self._verify_numbers(scheduled, size)
         else:
@@ -173,11 +174,14 @@ class ModelRunner:
         self, followers: Followers, scheduled: Sequence[ScheduledRequest], every: bool
     ) -> Tensor:
         """Compute a step of which each rank has requests of its own; return all logits."""
-        numbers, rows_S = numbers_by_rank(self.books, scheduled, every)
+        if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
+            numbers, rows_S = replay_numbers_by_rank(self.books, scheduled, self.graphs)
+        else:
+            numbers, rows_S = numbers_by_rank(self.books, scheduled, every)
         with followers.together():
             followers.compute(numbers)
             logits = self.compute(numbers[0])
-        return logits[torch.tensor(rows_S, dtype=torch.int64, device=self.device)]
+        return logits[to_device(rows_S, torch.int64, self.device)]
 
     def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
         """Compute a step on all ranks."""
@@ -214,12 +218,13 @@ class ModelRunner:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
         assert self._sampled_rows_S is not None
         # All requests have drafts, so the step after waits for the host.
-        if not len(self._sampled_rows_S):
+        if not len(self._sampled_rows_S) and self._sampled_at_S is None:
             return
         if self.followers:
             with self.followers.together():
                 self.followers.store_sampled(tokens_S)
-        self.tables.latest_R.index_copy_(0, self._sampled_rows_S, tokens_S)
+        own_S = tokens_S if self._sampled_at_S is None else tokens_S[self._sampled_at_S]
+        self.tables.latest_R.index_copy_(0, self._sampled_rows_S, own_S)
 
     @torch.inference_mode()
     def save(self, copies: Sequence[Copy]) -> None:
@@ -285,15 +290,20 @@ class ModelRunner:
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
         meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
-        self._sampled_rows_S = sampled_rows_S
+        self._note_sampled(sent, numbers, sampled_rows_S)
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         if self.rows and numbers.rank_rows:
-            with self.rows.step(*numbers.rank_rows):
+            with self.rows.step(numbers.rank_rows, self.device):
                 return _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))[0]
         logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
         self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]
+
+    def _note_sampled(self, sent: Tensor, numbers: StepNumbers, rows_S: Tensor) -> None:
+        """Note the rows of the page tables that store_sampled() writes."""
+        self._sampled_rows_S = rows_S
+        self._sampled_at_S = None if numbers.sampled_at is None else sent[numbers.sampled_at]
 
     def _metadata(
         self,
@@ -428,9 +438,8 @@ class ModelRunner:
         graphs.record(self._decode, self._verify)
         self.graphs = graphs
 
-    def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], graphs: Graphs) -> StepNumbers:
-        # The smallest step with room for all requests.
-        size = next(size for size in graphs.sizes if size >= len(scheduled))
+    def replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
+        """Return the numbers of the recorded step of `size` requests, which has these."""
         padding = rows_of(size) - len(scheduled)
         packed = PackedInts()
         # In the order in which _decode() takes them apart: rows, positions, token ids.
@@ -450,7 +459,7 @@ class ModelRunner:
     ) -> Tensor:
         sent, (inputs,) = self._send(numbers), numbers.inputs
         # A decode always samples, so these are the first rows, without padding.
-        self._sampled_rows_S = sent[inputs][: numbers.num_logits]
+        self._note_sampled(sent, numbers, sent[inputs][: numbers.num_tokens])
         # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         if probe:
@@ -485,7 +494,7 @@ class ModelRunner:
                 rows_B[first:last], bounds=True,
                 exact_table_BN=None if exact_table_BN is None else exact_table_BN[first:last],
             )
-            for first, last in pairwise(self._split_points(len(rows_B)))
+            for first, last in pairwise(split_points(len(rows_B), has_tier=self.tier is not None))
         ]  # fmt: skip
         state_batch = None
         if tables.slots_R is not None and self.states:
@@ -494,7 +503,7 @@ class ModelRunner:
             state_batch = StateMetadata(slots_B, valid_B.int(), starts_B1, 1, invariant=self.states.invariant)
         meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
         ctx = self._context(meta, probe, state_batch)
-        with first_row_only(size == 1):
+        with first_row_only(size == 1 and not self.rows), equal_rows(self.rows, rows_B):
             output = self._run(token_ids_B[None], valid_B[None], graphs.rows[: len(rows_B)], ctx)
         graphs.store_logits(*_parts(output))
 
@@ -582,13 +591,6 @@ class ModelRunner:
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         rows_S = graphs.logit_rows(size, inputs)
         graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
-
-    def _split_points(self, size: int) -> tuple[int, ...]:
-        """Return where attention batches of decodes begin and end."""
-        # With a host tier there are two. What one has selected is fetched while the other selects, and the first
-        # attends while the rest is fetched.
-        half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
-        return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
 
 
 def _parts(output: Any) -> tuple[Tensor, Tensor | None]:

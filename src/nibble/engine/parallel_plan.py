@@ -10,6 +10,7 @@ from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
+from nibble.kernels import next_power_of_2
 from nibble.model_spec import ModelSpec
 from nibble.models.parallel_ways import ATTENTION, EXPERTS, Ways
 from nibble.models.quantization import Handling, Weights
@@ -34,8 +35,11 @@ def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hard
         return hardware
     step_tokens = config.token_budget or (CPU_STEP_TOKENS if hardware.is_cpu else GPU_STEP_TOKENS)
     # As if one rank had all of them: the parts of all ranks are gathered in equal sizes.
-    size = config.tp * step_tokens * model_spec.hidden_size * (4 if hardware.is_cpu else 2)
-    return replace(hardware, memory=hardware.memory - size)
+    values = config.tp * step_tokens * model_spec.hidden_size
+    if not hardware.is_cpu:
+        # Logits of recorded steps, of which those of one rank are in every plan.
+        values += (config.tp - 1) * next_power_of_2(config.max_running) * model_spec.vocab_size
+    return replace(hardware, memory=hardware.memory - values * (4 if hardware.is_cpu else 2))
 
 
 def ways(config: Config) -> Ways:
@@ -49,14 +53,13 @@ def ways(config: Config) -> Ways:
     return Ways.of(config)
 
 
-def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardware: Hardware) -> None:
+def check(config: Config, weights: Weights | None, model_spec: ModelSpec) -> None:
     """Raise ConfigError for what is not served over several GPUs.
 
     Args:
         config: what is requested.
         weights: what becomes of quantised weights.
         model_spec: of a rank.
-        hardware: of a rank.
     """
     if config.tp == 1:
         return
@@ -80,17 +83,12 @@ def check(config: Config, weights: Weights | None, model_spec: ModelSpec, hardwa
         if is_asked:
             raise ConfigError(f"{what} with --tp {config.tp} is not served: {why}")
     if config.attention_dp:
-        _check_requests(config, model_spec, hardware)
+        _check_requests(config, model_spec)
 
 
-def _check_requests(config: Config, model_spec: ModelSpec, hardware: Hardware) -> None:
+def _check_requests(config: Config, model_spec: ModelSpec) -> None:
     """Raise ConfigError for what is not served where each GPU attends for requests of its own."""
     refusals = (
-        (
-            not hardware.is_cpu and (config.graphs or config.compile),
-            "CUDA graphs and compiled steps",
-            "a step's rows of each GPU change from step to step; add --no-graphs --no-compile",
-        ),
         (
             bool(config.hisparse),
             "--hisparse",

@@ -143,7 +143,7 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
-    parallel_plan.check(config, weights, model_spec, hardware)
+    parallel_plan.check(config, weights, model_spec)
     speculation_plan.check(config, model_spec, hardware)
     drafts_note = speculation_plan.note(config, hardware)
     preface = (source_note, formats_note, *parallel_plan.notes(model_spec), *weight_notes, drafts_note)

@@ -40,6 +40,8 @@ class StepNumbers:
     """Slots of recurrent states that are copied before the step."""
     rank_rows: tuple[tuple[int, ...], ...] = ()
     """Tokens and rows of logits of each rank, where ranks attend for requests of their own."""
+    sampled_at: slice | None = None
+    """Then, where it lies which of the tokens that the step samples are this rank's."""
 
 
 class Followers(Protocol):

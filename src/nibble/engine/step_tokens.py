@@ -19,6 +19,9 @@ from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 from nibble.model_spec import Phase
 
+MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
+"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
+
 
 def _state_slot(item: ScheduledRequest) -> int:
     slot = item.request.lease.state_slot
@@ -216,3 +219,11 @@ def token_slots(
     pages_T = table_RN[rows_T, positions_T // page_size].long()
     slots_T = pages_T * page_size + positions_T % page_size
     return slots_T.index_fill_(0, skipped, -1) if len(skipped) else slots_T
+
+
+def split_points(size: int, *, has_tier: bool) -> tuple[int, ...]:
+    """Return where attention batches of `size` decodes begin and end."""
+    # With a host tier there are two. What one has selected is fetched while the other selects, and the first attends
+    # while the rest is fetched.
+    half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
+    return (0, half, size) if has_tier and size >= MIN_SPLIT else (0, size)

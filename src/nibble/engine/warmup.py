@@ -34,9 +34,7 @@ from nibble.attention.planner.plan import (
 from nibble.attention.planner.verify_memory import verify_graph_blocker
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
-from nibble.cache.manager import CacheManager
 from nibble.cache.pool import KVView, PagedPool
-from nibble.cache.states import StateSlots
 from nibble.config import Config
 from nibble.engine import rehearsal, window_reference
 from nibble.engine.draft_steps import DraftGraphs, HeadForward
@@ -45,24 +43,26 @@ from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE
 from nibble.engine.graphs import CudaGraphs, Graphs, live
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.state_test import state_test
+from nibble.engine.warmup_steps import (
+    DRAFTS,
+    FIRST_STEP,
+    longest_prompts,
+    managers_of,
+    run_chunks,
+    run_drafts,
+    run_prompts,
+)
 from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError
 from nibble.formats.base import raw
-from nibble.kernels import ahead, cdiv, topk
+from nibble.kernels import ahead, cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
 
-FIRST_STEP = 24
-"""Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
-CHUNKS = (1, 3, 5, 17, 40, 80)
-"""New tokens of steps that compile kernels for short prompts: of few rows for any number of heads, of some, of many."""
-DRAFTS = (1, 3, 7)
-"""Draft tokens of steps that compile kernels for them."""
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
 that they reach twice as far as an exact window."""
@@ -110,7 +110,7 @@ def warm_up(
                 mark = _rehearse(runner, config, budget, max_tokens, tests)
             # While the model is traced, which takes a single thread, kernels are compiled.
             with startup.part("compile"):
-                _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
+                run_prompts(runner, (min(FIRST_STEP, max_tokens),), managers_of(runner))
         with startup.part("self-test"):
             if test and runner.followers:
                 runner.followers.run("test")
@@ -121,12 +121,12 @@ def warm_up(
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
         with startup.part("short prompts"):
-            _run_chunks(runner, budget.step_tokens, max_tokens)
+            run_chunks(runner, budget.step_tokens, max_tokens)
             if config.drafts:
-                _run_drafts(runner, max_tokens, config.drafts.tokens or max(DRAFTS))
+                run_drafts(runner, max_tokens, config.drafts.tokens or max(DRAFTS))
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
-            _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
+            run_prompts(runner, longest_prompts(runner, budget.step_tokens, max_tokens))
             # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
             if runner.followers:
@@ -161,9 +161,9 @@ def _rehearse(
     mark = rehearsal.mark_of(runner, budget, bool(tests), bool(config.drafts))
     if mark.exists() or runner.followers:  # a rank would wait for the others in each layer
         return None
-    steps: list[Callable[[], None]] = [partial(_run_chunks, runner, budget.step_tokens, max_tokens)]
+    steps: list[Callable[[], None]] = [partial(run_chunks, runner, budget.step_tokens, max_tokens)]
     if config.drafts:
-        steps.append(partial(_run_drafts, runner, max_tokens, config.drafts.tokens or max(DRAFTS)))
+        steps.append(partial(run_drafts, runner, max_tokens, config.drafts.tokens or max(DRAFTS)))
     steps.append(partial(rehearsal.rehearse_graphs, runner, budget.graph_sizes, budget.verify_sizes))
     # Models of --deterministic run other operators than they are written with.
     rehearsal.rehearse(runner, [*tests, *([] if config.deterministic else steps)])
@@ -172,9 +172,6 @@ def _rehearse(
 
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
     """Record decode steps and those with drafts, or run them over the same buffers where the config excludes graphs."""
-    if config.attention_dp:
-        # A recorded step has requests of one rank.
-        return
     reason = cuda_graph_blocker(runner.plan)
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
@@ -191,94 +188,6 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
             startup.notes.append(why)
     elif config.graphs:
         startup.notes.append(reason)
-
-
-def _manager(runner: ModelRunner) -> CacheManager:
-    """Return the books of a cache that nobody uses yet."""
-    slots = StateSlots(runner.states.num_slots, runner.states.num_slots) if runner.states else None
-    return CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False, states=slots)
-
-
-@contextmanager
-def _leases(manager: CacheManager, *requests: Request) -> Iterator[None]:
-    """Open leases of requests, and close them in any case.
-
-    A rehearsal goes on where a step fails, and each lease that is left open has a row of the page tables.
-    """
-    try:
-        for request in requests:
-            request.lease = manager.open(request.token_ids, "")
-        yield
-    finally:
-        for lease in tuple(manager.leases):
-            manager.release(lease)
-
-
-def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
-    """Run one step of prompts of these lengths, over pages that are free again afterwards."""
-    manager = _manager(runner)
-    requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
-    with _leases(manager, *requests):
-        for request in requests:
-            manager.reserve(request.lease, len(request.token_ids))
-        chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
-        logits_SV = runner.forward(Batch.from_scheduled(chunks))
-        # As the sampler does, with penalties or without.
-        for x_SV in (logits_SV, logits_SV.float()):
-            topk.row_max(x_SV)
-
-
-def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
-    """Run a few new tokens after few and after many, so that fewer requests wait for what such steps compile."""
-    manager = _manager(runner)
-    most = min(max_tokens, runner.pool.pages * runner.plan.page_size)
-    for first in (FIRST_STEP, min(step_tokens, most - sum(CHUNKS))):
-        counts = [first, *(min(count, step_tokens) for count in CHUNKS)]
-        request = Request("warm", [0] * sum(counts))
-        if first <= 0 or request.num_tokens > most:
-            continue
-        with _leases(manager, request):
-            manager.reserve(request.lease, request.num_tokens)
-            for count in counts:
-                request.in_flight = ScheduledRequest.next_chunk(request, count)
-                # In a rehearsal nothing is read of what many tokens would write.
-                if count <= max(FIRST_STEP, *CHUNKS) or not ahead.is_rehearsal():
-                    runner.forward(Batch.from_scheduled([request.in_flight]))
-
-
-def _run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
-    """Verify a few tokens and several, up to the most, so that fewer requests wait for what such steps compile.
-
-    Without a record: steps that have tokens of prompts too are computed so.
-    """
-    manager, request = _manager(runner), Request("warm", [0] * (FIRST_STEP + 1))
-    room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
-    if room < most:
-        return
-    graphs, runner.graphs = runner.graphs, None
-    with _leases(manager, request):
-        most = min(most, manager.draft_room(request.lease, FIRST_STEP))
-        manager.reserve(request.lease, FIRST_STEP + 1 + most)
-        runner.forward(Batch.from_scheduled([ScheduledRequest.next_chunk(request, FIRST_STEP)]))
-        for count in sorted({min(count, most) for count in (*DRAFTS, most)}):
-            item = ScheduledRequest(
-                request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
-            )
-            runner.forward(Batch((item,)))
-    runner.graphs = graphs
-
-
-def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
-    """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
-    pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
-    most = min(
-        runner.tables.padding_row, runner.states.num_slots if runner.states else runner.tables.padding_row
-    )
-    while tokens and pages and len(lengths) < most:
-        length = min(tokens, max_tokens, pages * size)
-        lengths.append(length)
-        tokens, pages = tokens - length, pages - cdiv(length, size)
-    return lengths
 
 
 def self_test(

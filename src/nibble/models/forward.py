@@ -25,6 +25,7 @@ from nibble.models import compile_cache, graph_passes
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 from nibble.models.invariant import InvariantMode
+from nibble.models.parallel_rows import ROWS, Rows
 from nibble.models.taps import TAPS, Taps
 
 Backend = Callable[..., Any]
@@ -182,8 +183,10 @@ def _first_call(artifact: Any, run: Any, arguments: tuple[Any, ...]) -> tuple[Te
 
 def _mark_dynamic(arguments: Sequence[Any]) -> None:
     """Mark the sizes that vary."""
-    _, ids, positions, rows_S, _, *states_TH = arguments
-    for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0), *((x, 0) for x in states_TH)):
+    model, ids, positions, rows_S, _, *states_TH = arguments
+    rows: Rows | None = getattr(model, ROWS, None)
+    of_all = (rows.marks if rows else None) or ()
+    for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0), *((x, 0) for x in (*states_TH, *of_all))):
         torch._dynamo.mark_dynamic(tensor, dim)
 
 

@@ -5,7 +5,9 @@ behind the other's; behind it, when outputs are summed, each rank goes on with i
 its heads, norms and routers, is computed for a rank's own rows alone.
 
 A step has as many rows of each rank as its numbers say; what all ranks compute alike (measuring scales) has the same
-number on all.
+number on all. Both are operators that no compiler looks into, since a compiled model must not depend on these numbers:
+`nibble::gather_rows` and `nibble::own_rows`. A tensor without values has as many rows as all ranks, and tells it their
+sum.
 
 Shape suffixes: T tokens of this rank, H hidden size, K chosen experts of a token.
 """
@@ -13,9 +15,10 @@ Shape suffixes: T tokens of this rank, H hidden size, K chosen experts of a toke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,64 +26,114 @@ from torch import Tensor, nn
 from nibble.kernels.collectives import Collectives
 from nibble.models.parallel import Layout, tokenwise_modules
 
+ROWS = "nibble_rows"
+"""Attribute of a model whose layers read the rows of all ranks: its Rows."""
+
 
 class Rows:
     """The rows of all ranks, as one of them sees them.
 
     Args:
         group: of all ranks.
+        number: of the group, by which operators find this.
     """
 
-    def __init__(self, group: Collectives) -> None:
-        self.group = group
-        self._tokens: tuple[int, ...] | None = None
-        self._logits: tuple[int, ...] | None = None
+    def __init__(self, group: Collectives, number: int) -> None:
+        self.group, self.number = group, number
+        self.marks: tuple[Tensor, Tensor] | None = None
+        """In a step: no values of the tokens of all ranks [n, 0], and of the rows whose logits are computed."""
+        self._sizes: Sequence[Sequence[int]] | None = None
+        _of_number[number] = self
 
     @contextmanager
-    def step(self, tokens: Sequence[int], logits: Sequence[int]) -> Iterator[None]:
+    def step(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Iterator[None]:
         """Let ranks have these numbers of tokens, and of rows whose logits are computed, in the body.
 
         Logits are then those of all ranks' rows.
         """
-        self._tokens, self._logits = tuple(tokens), tuple(logits)
+        self._sizes = tokens, logits = sizes
+        self.marks = torch.empty(sum(tokens), 0, device=device), torch.empty(sum(logits), 0, device=device)
         try:
             yield
         finally:
-            self._tokens = self._logits = None
+            self.marks = self._sizes = None
 
-    def gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def gather(self, x: Tensor, *, of_logits: bool = False) -> Tensor:
         """Return the rows [T, ...] of all ranks.
 
         Args:
             x: those of this rank.
-            sizes: of all ranks; None: those of the step.
+            of_logits: whether these are the rows whose logits are computed.
         """
-        sizes = sizes or self._tokens or (len(x),) * self.group.size
-        assert sizes[self.group.rank] == len(x), f"{len(x)} rows, of {sizes}"
-        most = max(sizes)
-        padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-        parts = self.group.all_gather(padded.contiguous())
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        marks = self.marks[of_logits] if self.marks else x.new_empty(len(x) * self.group.size, 0)
+        y: Tensor = torch.ops.nibble.gather_rows(x, marks, self.number, of_logits)
+        return y
 
-    def own(self, y: Tensor, count: int) -> Tensor:
+    def own(self, y: Tensor, x: Tensor) -> Tensor:
         """Return this rank's rows of those of all ranks.
 
         Args:
             y: of all ranks.
-            count: rows of this rank.
+            x: any values of this rank's rows.
         """
-        sizes = self._tokens or (count,) * self.group.size
-        start = sum(sizes[: self.group.rank])
-        return y[start : start + count]
+        z: Tensor = torch.ops.nibble.own_rows(y, x, self.number)
+        return z
 
-    def gather_logit_rows(self, x: Tensor) -> Tensor:
-        """Return the rows of all ranks whose logits are computed."""
-        return self.gather(x, self._logits or (len(x),) * self.group.size)
-
-    def own_logits(self, y: Tensor, count: int) -> Tensor:
+    def own_logits(self, y: Tensor, x: Tensor) -> Tensor:
         """Return the logits of this rank's rows; those of all in a step, of which rank 0 samples."""
-        start = self.group.rank * count
-        return y if self._logits else y[start : start + count]
+        return y if self.marks else self.own(y, x)
+
+    def sizes(self, count: int, *, of_logits: bool = False) -> Sequence[int]:
+        """Return the number of rows of each rank, of which this one has `count`."""
+        sizes = self._sizes[of_logits] if self._sizes else (count,) * self.group.size
+        assert sizes[self.group.rank] == count, f"{count} rows, of {sizes}"
+        return sizes
+
+
+def equal_rows(rows: Rows | None, own_B: Tensor) -> AbstractContextManager[None]:
+    """Let all ranks have as many tokens and logits in the body as this one has rows, where each has its own."""
+    if rows is None:
+        return nullcontext()
+    counts = (len(own_B),) * rows.group.size
+    return rows.step((counts, counts), own_B.device)
+
+
+_of_number: WeakValueDictionary[int, Rows] = WeakValueDictionary()
+
+
+def _gather_rows(x: Tensor, marks: Tensor, number: int, of_logits: bool) -> Tensor:
+    rows = _of_number[number]
+    sizes = rows.sizes(len(x), of_logits=of_logits)
+    most = max(sizes)
+    padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+    parts = rows.group.all_gather(padded.contiguous())
+    if min(sizes) == most:
+        return parts.flatten(0, 1)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _own_rows(y: Tensor, x: Tensor, number: int) -> Tensor:
+    rows = _of_number[number]
+    start = sum(rows.sizes(len(x))[: rows.group.rank])
+    # What an operator returns is no part of what it was given.
+    return y[start : start + len(x)].clone()
+
+
+def _gather_rows_fake(x: Tensor, marks: Tensor, number: int, of_logits: bool) -> Tensor:
+    return x.new_empty(marks.shape[0], *x.shape[1:])
+
+
+def _own_rows_fake(y: Tensor, x: Tensor, number: int) -> Tensor:
+    return y.new_empty(x.shape[0], *y.shape[1:])
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
+_library.define("gather_rows(Tensor x, Tensor marks, int rows, bool of_logits) -> Tensor")
+_library.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::gather_rows", _gather_rows_fake, lib=_library)
+_library.define("own_rows(Tensor y, Tensor x, int rows) -> Tensor")
+_library.impl("own_rows", _own_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::own_rows", _own_rows_fake, lib=_library)
 
 
 class GatheredRows(nn.Module):
@@ -106,9 +159,9 @@ class GatheredRows(nn.Module):
         """Return what the layer makes of tokens [1, T] or of hidden states [1, S, H]."""
         flat = x.squeeze(0)
         if self.is_output:
-            y: Tensor = self.layer(self.rows.gather_logit_rows(flat))
-            return self.rows.own_logits(y, len(flat))[None]
-        return self.rows.own(self.layer(self.rows.gather(flat)), len(flat))[None]
+            y: Tensor = self.layer(self.rows.gather(flat, of_logits=True))
+            return self.rows.own_logits(y, flat)[None]
+        return self.rows.own(self.layer(self.rows.gather(flat)), flat)[None]
 
 
 def gather_rows(model: Any, layout: Layout, rows: Rows) -> None:
@@ -146,6 +199,6 @@ def _gathered(own: Callable[..., Tensor], rows: Rows) -> Callable[..., Tensor]:
         all_rows = rows.gather(flat)
         shaped = all_rows.view(*[1] * (x.dim() - 2), *all_rows.shape)
         y = own(self, shaped, *map(rows.gather, others))
-        return rows.own(y.reshape(-1, y.shape[-1]), len(flat)).view(*x.shape[:-1], y.shape[-1])
+        return rows.own(y.reshape(-1, y.shape[-1]), flat).view(*x.shape[:-1], y.shape[-1])
 
     return forward

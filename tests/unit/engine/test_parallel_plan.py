@@ -64,8 +64,6 @@ def test_all_ranks_together_store_what_one_does(tp: int) -> None:
 
 # Experts by number, attention by requests
 
-UNGRAPHED: dict[str, Any] = {"graphs": False, "compile": False}
-
 
 def test_whole_experts_take_the_bytes_of_parts() -> None:
     parts, whole = planned(2, "gpt-oss-20b"), planned(2, "gpt-oss-20b", expert_parallel=True)
@@ -76,7 +74,7 @@ def test_whole_experts_take_the_bytes_of_parts() -> None:
 
 def test_experts_that_do_not_divide_name_the_nearest_number() -> None:
     with pytest.raises(ConfigError, match=r"128 experts cannot be divided evenly among 3 GPUs .* --tp 2"):
-        planned(3, "qwen3-235b-a22b", expert_parallel=True, attention_dp=True, **UNGRAPHED)
+        planned(3, "qwen3-235b-a22b", expert_parallel=True, attention_dp=True)
 
 
 def test_latents_are_kept_once_where_attention_is_divided_by_requests() -> None:
@@ -86,7 +84,7 @@ def test_latents_are_kept_once_where_attention_is_divided_by_requests() -> None:
             GPU,
             published=True,
         )
-        for options in ({}, {"attention_dp": True, **UNGRAPHED})
+        for options in ({}, {"attention_dp": True})
     )
     assert 2 * once.budget.tokens >= 1.9 * replicated.budget.tokens
     assert f"all 2 GPUs keep {2 * once.budget.tokens:,} tokens" in as_text(once, once.budget)
@@ -99,7 +97,5 @@ def test_latents_are_kept_once_where_attention_is_divided_by_requests() -> None:
 
 
 def test_what_attention_by_requests_is_not_served_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--attention-dp is not served.*add --no-graphs --no-compile"):
-        planned(2, attention_dp=True)
     with pytest.raises(ConfigError, match="recurrent states with --attention-dp is not served"):
-        planned(2, "demo-hybrid", attention_dp=True, **UNGRAPHED)
+        planned(2, "demo-hybrid", attention_dp=True)
