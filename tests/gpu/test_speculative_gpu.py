@@ -150,7 +150,9 @@ class Twice:
             item.drafts for item in batch.scheduled
         ):
             ours, graphs, rows = logits.float().clone(), self.runner.graphs, self.runner._sampled_rows_S
-            size = graphs.verify_size(batch.scheduled)  # type: ignore[union-attr]
+            size = graphs.verify_size(  # type: ignore[union-attr]
+                len(batch.scheduled), max(item.num_tokens for item in batch.scheduled)
+            )
             self.runner.graphs = None
             eager = self.forward(batch, **options).float()
             self.runner.graphs = graphs

@@ -13,10 +13,11 @@ from torch._dynamo.utils import counters
 
 import tape
 from divided import PROMPT, PROMPTS, answers, served
-from families import TOLERANCE, make, tiny_config, tiny_model
+from families import TOLERANCE, VOCAB, make, tiny_config, tiny_model
 from nibble import LLM, ConfigError
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes as graphs_sizes
+from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.cache.rank_managers import RankManagers
 from nibble.engine import graphs, parallel_steps, warmup_steps
 from nibble.engine.graphs import Graphs, live
@@ -30,6 +31,7 @@ from nibble.models.parallel_rows import Rows
 from planning import PLAIN
 from thread_ranks import ThreadRanks
 from toys import graph_backend
+from toys.oracle_drafter import oracle
 
 OPTIONS: dict[str, Any] = {"kv_format": "fp32", "kv_memory": "8MiB"}
 LONG, PAGE_BYTES = 40, 16 * 640
@@ -145,7 +147,9 @@ def recorded(llm: LLM, how: Any) -> list[list[Any]]:
         graph_backend.make_recordable(runner.pool)
     first = runners_of(llm)[0]
     with mock.patch.object(graphs, "CudaGraphs", lambda: how):
-        first.record(Graphs(graphs_sizes(llm.config.max_running), first.device, how))
+        most = llm.config.max_running
+        verify = verify_sizes(most, 8, 32) if llm.config.drafts else ()
+        first.record(Graphs(graphs_sizes(most), first.device, how, verify))
         llm.engine.ranks.run("barrier")  # type: ignore[union-attr]
         llm.engine.ranks.here.group.barrier()  # type: ignore[union-attr]
     llm.engine.overlap = True
@@ -182,6 +186,32 @@ def test_recorded_steps_answer_as_one_rank(how: Any, kv_format: str, plain_path:
         assert alone.completions[0].token_ids == expected[1]
         assert sampled(llm) == drawn
         llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("how", [tape.record, live, None], ids=["recorded", "live", "plain"])
+@pytest.mark.usefixtures("toy")
+def test_drafts_of_all_ranks_are_verified_together(how: Any, plain_path: Path) -> None:
+    """Some right and some wrong, of as many tokens as each request likes; ranks may have none, and no request."""
+    options: dict[str, Any] = {
+        **PLAIN, "kv_format": "fp32", "kv_scales": "one", "kv_memory": "8MiB", "max_running": 6, "token_budget": 40,
+    }  # fmt: skip
+    with served(plain_path, 1, **options) as llm:
+        expected, drawn = answers(llm, LONG), sampled(llm)
+    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS[1:], expected[1:], strict=True)}
+    with (
+        oracle(known, 0.2, VOCAB, most=7) as name,
+        served(plain_path, 2, attention_dp=True, speculative=name, **options) as llm,
+    ):
+        sizes = recorded(llm, how) if how else []
+        assert answers(llm, LONG) == expected
+        counts = llm.engine.speculation.counts  # type: ignore[union-attr]
+        assert counts.accepted > 20 and counts.drafted > counts.accepted + 5
+        alone = llm.generate(PROMPTS[1], max_tokens=LONG, temperature=0, ignore_eos=True, progress=False)
+        assert alone.completions[0].token_ids == expected[1]
+        assert sampled(llm) == drawn
+        llm.engine.scheduler.check_integrity()
+        if how:
+            assert sizes[0] == sizes[1] and sum(isinstance(size, tuple) for size in sizes[0]) > 5
 
 
 @pytest.mark.slow
@@ -282,7 +312,6 @@ def test_families_whose_mlps_are_no_modules_are_refused(tmp_path: Path) -> None:
     [
         ({"tp": 1}, "--attention-dp divides a model among GPUs: say how many by --tp N"),
         ({"tp": 2, "hisparse": "on"}, "--hisparse with --attention-dp is not served"),
-        ({"tp": 2, "speculative": "lookup"}, "--speculative with --attention-dp is not served"),
     ],
 )
 def test_what_cannot_be_had_is_refused(options: dict[str, Any], reason: str, paths: dict[str, Path]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nibble.attention.planner.plan import MIN_ROWS
-from nibble.engine.request import ScheduledRequest
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
 
@@ -57,7 +56,9 @@ class Graphs:
         self.rows = torch.arange(max_rows, device=device)
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
-        """[max_rows, V], and as many of each rank that has requests of its own; allocated by the first step."""
+        """[num_ranks * max_rows, V], allocated by the first step."""
+        self.num_ranks = 1
+        """Whose rows have logits here: of several where each has requests of its own."""
         self.states: Tensor | None = None
         """Hidden states [max_rows, X], allocated by the first step, where a head drafts."""
         self._record = record
@@ -72,8 +73,7 @@ class Graphs:
                 self.states = states_BX.new_zeros(len(self.rows), states_BX.shape[1])
             self.states[: len(states_BX)].copy_(states_BX)
         if not len(self.logits):
-            # Of all ranks, where each attends for requests of its own.
-            self.logits = logits_BV.new_empty(max(len(self.rows), len(logits_BV)), logits_BV.shape[1])
+            self.logits = logits_BV.new_empty(self.num_ranks * len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
     def size_of(self, requests: int) -> int:
@@ -89,9 +89,8 @@ class Graphs:
         """Return the rows of a step with drafts whose logits are computed."""
         return inputs.logit_rows_S
 
-    def verify_size(self, scheduled: Sequence[ScheduledRequest]) -> tuple[int, int] | None:
-        """Return the smallest size with room for requests that decode or verify drafts; None where there is none."""
-        requests, rows = len(scheduled), max(item.num_tokens for item in scheduled)
+    def verify_size(self, requests: int, rows: int) -> tuple[int, int] | None:
+        """Return the smallest step with drafts with room for so many requests and rows of each; None if none has it."""
         fitting = (size for size in reversed(self.verify_sizes) if size[0] >= requests and size[1] >= rows)
         return next(fitting, None)
 

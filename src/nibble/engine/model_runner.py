@@ -16,7 +16,8 @@ L rows of a request in a recorded step with drafts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -39,7 +40,7 @@ from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.graphs import Graphs, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
-from nibble.engine.parallel_steps import numbers_by_rank, replay_numbers_by_rank
+from nibble.engine.parallel_steps import numbers_by_rank, recorded_numbers_by_rank
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
@@ -47,8 +48,10 @@ from nibble.engine.step_tokens import (
     StateRows,
     VerifyInputs,
     logit_rows,
+    pad_rows,
     padded_logit_rows,
     padded_token_ids,
+    sampled_rows,
     split_points,
     token_ids,
     token_slots,
@@ -153,16 +156,15 @@ class ModelRunner:
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
-        phases = {item.phase for item in scheduled}
-        if self.followers and self.books:
-            return self._compute_by_requests(self.followers, scheduled, every)
-        if self.graphs and not every and phases == {Phase.DECODE}:
-            numbers = self.replay_numbers(scheduled, self.graphs.size_of(len(scheduled)))
-        elif self.graphs and not every and not probe and (size := self._verify_size(phases, scheduled)):
-            numbers = self._verify_numbers(scheduled, size)
-        else:
-            numbers = self.step_numbers(scheduled, every)
-        followers = self.followers
+        size, followers = None if every else self._recorded_size(scheduled, probe), self.followers
+        if followers and self.books:
+            by_rank, rows_S = (
+                recorded_numbers_by_rank(self.books, scheduled, size)
+                if size
+                else numbers_by_rank(self.books, scheduled, every)
+            )
+            return self._compute_with(followers, by_rank)[to_device(rows_S, torch.int64, self.device)]
+        numbers = self.recorded_numbers(scheduled, size) if size else self.step_numbers(scheduled, every)
         logits = self._compute_with(followers, numbers) if followers else self._compute(numbers, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs; those with drafts may be written again.
@@ -170,24 +172,39 @@ class ModelRunner:
             self.tier.backup(settled, self.save)
         return logits
 
-    def _compute_by_requests(
-        self, followers: Followers, scheduled: Sequence[ScheduledRequest], every: bool
-    ) -> Tensor:
-        """Compute a step of which each rank has requests of its own; return all logits."""
-        if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
-            numbers, rows_S = replay_numbers_by_rank(self.books, scheduled, self.graphs)
-        else:
-            numbers, rows_S = numbers_by_rank(self.books, scheduled, every)
-        with followers.together():
-            followers.compute(numbers)
-            logits = self.compute(numbers[0])
-        return logits[to_device(rows_S, torch.int64, self.device)]
+    def _recorded_size(
+        self, scheduled: Sequence[ScheduledRequest], probe: AttentionObserver | None
+    ) -> int | tuple[int, int] | None:
+        """Return the size of the recorded step that serves these requests, if one does."""
+        if not self.graphs or not all(item.phase.decodes for item in scheduled):
+            return None
+        # Where ranks have requests of their own, all replay the step of the one with most.
+        requests = max(Counter(item.request.lease.rank for item in scheduled).values())
+        if all(item.phase is Phase.DECODE for item in scheduled):
+            return self.graphs.size_of(requests)
+        # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
+        if probe or (self.exact and unkept(scheduled, self.plan.page_size)):
+            return None
+        return self.graphs.verify_size(requests, max(item.num_tokens for item in scheduled))
 
-    def _compute_with(self, followers: Followers, numbers: StepNumbers) -> Tensor:
-        """Compute a step on all ranks."""
+    def recorded_numbers(
+        self, scheduled: Sequence[ScheduledRequest], size: int | tuple[int, int]
+    ) -> StepNumbers:
+        """Return the numbers of a recorded step.
+
+        Args:
+            scheduled: requests; none: rows of padding, by which a rank takes part in a step of others.
+            size: of the step, which has room for them.
+        """
+        if isinstance(size, int):
+            return self._replay_numbers(scheduled, size)
+        return self._verify_numbers(scheduled, size)
+
+    def _compute_with(self, followers: Followers, numbers: StepNumbers | list[StepNumbers]) -> Tensor:
+        """Compute a step on all ranks, each its own where there is one for each."""
         with followers.together():
             followers.compute(numbers)
-            return self.compute(numbers)
+            return self.compute(numbers[0] if isinstance(numbers, list) else numbers)
 
     @torch.inference_mode()
     def compute(self, numbers: StepNumbers, probe: AttentionObserver | None = None) -> Tensor:
@@ -250,12 +267,12 @@ class ModelRunner:
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         inputs = (
-            packed.add(self._pad_rows(ids)),
-            packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
-            packed.add(self._pad_rows(token_rows)),
+            packed.add(pad_rows(ids)),
+            packed.add(pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
+            packed.add(pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
-            packed.add(self._pad_rows(rows_of_logits or [0])),
-            packed.add(self._sampled_rows(rows, scheduled)),
+            packed.add(pad_rows(rows_of_logits or [0])),
+            packed.add(sampled_rows(scheduled, rows, self.tables.padding_row)),
         )
         forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
         skipped = packed.add(unwritten(scheduled)), packed.add(forgotten)
@@ -302,8 +319,9 @@ class ModelRunner:
 
     def _note_sampled(self, sent: Tensor, numbers: StepNumbers, rows_S: Tensor) -> None:
         """Note the rows of the page tables that store_sampled() writes."""
-        self._sampled_rows_S = rows_S
-        self._sampled_at_S = None if numbers.sampled_at is None else sent[numbers.sampled_at]
+        at_S = None if numbers.sampled_at is None else sent[numbers.sampled_at]
+        self._sampled_rows_S = rows_S.to(self.device, non_blocking=True)
+        self._sampled_at_S = None if at_S is None else at_S.to(self.device, non_blocking=True)
 
     def _metadata(
         self,
@@ -356,19 +374,6 @@ class ModelRunner:
     ) -> AttentionMetadata:
         frame_slot_mapping_T = self.tier.frame_slots(slot_mapping_T) if self.tier else None
         return AttentionMetadata(slot_mapping_T, tuple(batches), frame_slot_mapping_T, exact_slot_mapping_T)
-
-    def _pad_rows(self, values: list[int]) -> list[int]:
-        """Repeat an entry that is alone: a single row is summed in another order on a CPU than one of several."""
-        # torch.compile specialises on size 1, too, which would mean a second compilation (models/forward.py).
-        return values * 2 if len(values) == 1 else values
-
-    def _sampled_rows(self, rows: Sequence[int], scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """Return for each sampled token the row that the next step takes it from; none takes those after drafts."""
-        sampled = list[int]()
-        for row, item in zip(rows, scheduled, strict=True):
-            if item.samples_token:
-                sampled += [self.tables.padding_row] * (1 + len(item.drafts)) if item.drafts else [row]
-        return sampled
 
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
@@ -435,11 +440,11 @@ class ModelRunner:
         """Record a step of each size; from now on such steps are replayed."""
         if self.followers:
             self.followers.record(graphs.sizes, graphs.verify_sizes, captured=graphs.is_captured)
+        graphs.num_ranks = self.rows.group.size if self.rows else 1
         graphs.record(self._decode, self._verify)
         self.graphs = graphs
 
-    def replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
-        """Return the numbers of the recorded step of `size` requests, which has these."""
+    def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
         padding = rows_of(size) - len(scheduled)
         packed = PackedInts()
         # In the order in which _decode() takes them apart: rows, positions, token ids.
@@ -509,18 +514,6 @@ class ModelRunner:
 
     # Steps with drafts
 
-    def _verify_size(
-        self, phases: Set[Phase], scheduled: Sequence[ScheduledRequest]
-    ) -> tuple[int, int] | None:
-        """Return the size of the recorded step that serves these requests, if one does."""
-        assert self.graphs
-        # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
-        if not all(phase.decodes for phase in phases) or (
-            self.exact and unkept(scheduled, self.plan.page_size)
-        ):
-            return None
-        return self.graphs.verify_size(scheduled)
-
     def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
         padding = requests - len(scheduled)
@@ -535,22 +528,23 @@ class ModelRunner:
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
             )
         )  # fmt: skip
-        # The step after one that has drafts takes no tokens of it.
-        sampled = () if min(new) > 1 else self._sampled_rows(rows, scheduled)
+        # The step after one that has drafts takes no tokens of it; another rank's requests may have none.
+        takes = self.rows is not None or min(new) == 1
+        sampled = sampled_rows(scheduled, rows, self.tables.padding_row) if takes else ()
         has_states = hasattr(self.model, TAPS)
-        sampled_rows, state_rows = packed.add(sampled), packed.add(rows_of_logits if has_states else ())
+        of_sampled, state_rows = packed.add(sampled), packed.add(rows_of_logits if has_states else ())
         return StepNumbers(
-            packed, (inputs, sampled_rows, state_rows), sum(new), len(rows_of_logits),
+            packed, (inputs, of_sampled, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
             state_copies=self._state_copies(scheduled),
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
-        inputs, sampled_rows, state_rows = numbers.inputs
+        inputs, of_sampled, state_rows = numbers.inputs
         ints = self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
         graphs.replay(size)
-        self._sampled_rows_S = ints[sampled_rows].to(self.device, non_blocking=True)
+        self._note_sampled(ints, numbers, ints[of_sampled])
         self.hidden_states = None
         if graphs.states is not None:
             self.hidden_states = graphs.states[ints[state_rows].to(self.device, non_blocking=True)]
@@ -590,7 +584,8 @@ class ModelRunner:
         )
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         rows_S = graphs.logit_rows(size, inputs)
-        graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
+        with equal_rows(self.rows, ids_T):
+            graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
 
 
 def _parts(output: Any) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config
+from nibble.drafts import GPU_VERIFY_TOKENS
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.kernels import next_power_of_2
@@ -38,7 +39,8 @@ def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hard
     values = config.tp * step_tokens * model_spec.hidden_size
     if not hardware.is_cpu:
         # Logits of recorded steps, of which those of one rank are in every plan.
-        values += (config.tp - 1) * next_power_of_2(config.max_running) * model_spec.vocab_size
+        rows = max(next_power_of_2(config.max_running), GPU_VERIFY_TOKENS if config.drafts else 0)
+        values += (config.tp - 1) * rows * model_spec.vocab_size
     return replace(hardware, memory=hardware.memory - values * (4 if hardware.is_cpu else 2))
 
 
@@ -93,11 +95,6 @@ def _check_requests(config: Config, model_spec: ModelSpec) -> None:
             bool(config.hisparse),
             "--hisparse",
             "host tiers have one schedule of pages, and not one of each GPU",
-        ),
-        (
-            bool(config.drafts),
-            "--speculative",
-            "drafts of several GPUs' requests are not verified together yet",
         ),
         (
             bool(model_spec.states),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from nibble.engine.graphs import Graphs, rows_of
+from nibble.engine.graphs import rows_of
 from nibble.engine.request import ScheduledRequest
 from nibble.engine.step_numbers import StepNumbers
 
@@ -22,8 +22,10 @@ class Books(Protocol):
         """Return the numbers of a step."""
         ...
 
-    def replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
-        """Return the numbers of a recorded decode step."""
+    def recorded_numbers(
+        self, scheduled: Sequence[ScheduledRequest], size: int | tuple[int, int]
+    ) -> StepNumbers:
+        """Return the numbers of a recorded step."""
         ...
 
 
@@ -48,29 +50,37 @@ def numbers_by_rank(
     return [replace(step, rank_rows=sizes) for step in numbers], [row for _, row in sorted(keys)]
 
 
-def replay_numbers_by_rank(
-    books: Sequence[Books], scheduled: Sequence[ScheduledRequest], graphs: Graphs
+def recorded_numbers_by_rank(
+    books: Sequence[Books], scheduled: Sequence[ScheduledRequest], size: int | tuple[int, int]
 ) -> tuple[list[StepNumbers], list[int]]:
-    """Return the same of a step of decodes, which all ranks replay."""
-    places = [
-        [place for place, item in enumerate(scheduled) if item.request.lease.rank == rank]
-        for rank in range(len(books))
-    ]
-    size, sampled = graphs.size_of(max(map(len, places))), _sampled_at(scheduled, len(books))
-    numbers, rows = list[StepNumbers](), [0] * len(scheduled)
+    """Return the same of a step that all ranks replay.
+
+    Args:
+        books: what makes numbers, with the page tables of each rank.
+        scheduled: requests of all ranks, which decode or verify drafts.
+        size: of the recorded step, which has room for those of each.
+    """
+    rows_of_rank = rows_of(size) if isinstance(size, int) else size[0] * size[1]
+    numbers, keys, sampled = list[StepNumbers](), list[tuple[int, int]](), _sampled_at(scheduled, len(books))
     for rank, one in enumerate(books):
-        step = one.replay_numbers([scheduled[place] for place in places[rank]], size)
+        own = [(place, item) for place, item in enumerate(scheduled) if item.request.lease.rank == rank]
+        step = _with_sampled(one.recorded_numbers([item for _, item in own], size), sampled[rank])
         # The logits of all ranks' rows.
-        numbers.append(replace(_with_sampled(step, sampled[rank]), num_logits=len(books) * rows_of(size)))
-        for row, place in enumerate(places[rank]):
-            rows[place] = rank * rows_of(size) + row
-    return numbers, rows
+        numbers.append(replace(step, num_logits=len(books) * rows_of_rank))
+        places = [place for place, item in own for _ in range(item.num_tokens)]
+        keys += [(place, rank * rows_of_rank + row) for row, place in enumerate(places)]
+    return numbers, [row for _, row in sorted(keys)]
 
 
 def _sampled_at(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[int]]:
     """Return for each rank which of the tokens that a batch samples are of its requests."""
-    sampling = [item.request.lease.rank for item in scheduled if item.samples_token]
-    return [[at for at, owner in enumerate(sampling) if owner == rank] for rank in range(ranks)]
+    owners = [
+        item.request.lease.rank
+        for item in scheduled
+        if item.samples_token
+        for _ in range(1 + len(item.drafts))
+    ]
+    return [[at for at, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
 def _with_sampled(numbers: StepNumbers, sampled: Sequence[int]) -> StepNumbers:
@@ -86,5 +96,6 @@ def _logit_keys(own: Sequence[tuple[int, ScheduledRequest]], every: bool) -> Ite
     if every:
         yield from ((0, place, row) for place, item in own for row in range(item.num_tokens))
         return
-    yield from ((0, place, 0) for place, item in own if item.samples_token)
+    sampling = ((place, item) for place, item in own if item.samples_token)
+    yield from ((0, place, row) for place, item in sampling for row in range(1 + len(item.drafts)))
     yield from ((1, place, row) for place, item in own for row in item.logprob_rows)

@@ -42,6 +42,27 @@ def logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
 
 
+def sampled_rows(scheduled: Sequence[ScheduledRequest], rows: Sequence[int], padding_row: int) -> list[int]:
+    """Return for each sampled token the row of the page tables that the next step takes it from.
+
+    Args:
+        scheduled: requests.
+        rows: of each.
+        padding_row: stands for those of tokens beside drafts, which no step takes.
+    """
+    sampled = list[int]()
+    for row, item in zip(rows, scheduled, strict=True):
+        if item.samples_token:
+            sampled += [padding_row] * (1 + len(item.drafts)) if item.drafts else [row]
+    return sampled
+
+
+def pad_rows(values: list[int]) -> list[int]:
+    """Repeat an entry that is alone: a single row is summed in another order on a CPU than one of several."""
+    # torch.compile specialises on size 1, too, which would mean a second compilation (models/forward.py).
+    return values * 2 if len(values) == 1 else values
+
+
 def unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
     rows, first = list[int](), 0
