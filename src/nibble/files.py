@@ -80,6 +80,8 @@ def write_new(path: Path, content: str) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError:  # a file system without links: the last one counts
+        write_atomic(path, content)
     finally:
         temporary.unlink(missing_ok=True)
     return True

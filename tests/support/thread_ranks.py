@@ -87,11 +87,11 @@ class ThreadRanks(Ranks):
         group = ThreadCollectives(self.meeting, rank)
         return Rank(Shard(rank, self.size), group, register(group), "cpu")
 
-    def _send(self, message: Start | Command) -> None:
+    def _send_each(self, messages: Sequence[Start | Command]) -> None:
         self.check()
-        for waiting in self._queues.values():
+        for rank, waiting in self._queues.items():
             # As over a connection, so that what cannot be sent shows.
-            waiting.put(pickle.loads(pickle.dumps(message)))
+            waiting.put(pickle.loads(pickle.dumps(messages[rank])))
 
     def _follow(self, number: int) -> None:
         rank, waiting = self._rank(number), self._queues[number]

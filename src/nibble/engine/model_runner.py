@@ -62,7 +62,6 @@ from nibble.engine.step_tokens import (
 from nibble.kernels import cdiv
 from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
-from nibble.kernels.transfer import to_device
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -119,6 +118,8 @@ class ModelRunner:
     _sampled_rows_S: Tensor | None = field(default=None, init=False)
     _sampled_at_S: Tensor | None = field(default=None, init=False)
     """Which of the sampled tokens are this rank's, where others have requests of their own."""
+    _batch_rows_S: Tensor | None = field(default=None, init=False)
+    """At rank 0 then, which rows of all ranks' logits are those of the batch."""
 
     def __post_init__(self) -> None:
         self.device = self.tables.device
@@ -158,12 +159,12 @@ class ModelRunner:
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
         size, followers = None if every else self._recorded_size(scheduled, probe), self.followers
         if followers and self.books:
-            by_rank, rows_S = (
+            by_rank = (
                 recorded_numbers_by_rank(self.books, scheduled, size)
                 if size
                 else numbers_by_rank(self.books, scheduled, every)
             )
-            return self._compute_with(followers, by_rank)[to_device(rows_S, torch.int64, self.device)]
+            return self._compute_with(followers, by_rank)[self._batch_rows_S]
         numbers = self.recorded_numbers(scheduled, size) if size else self.step_numbers(scheduled, every)
         logits = self._compute_with(followers, numbers) if followers else self._compute(numbers, probe)
         if self.tier:
@@ -234,7 +235,7 @@ class ModelRunner:
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
         assert self._sampled_rows_S is not None
-        # All requests have drafts, so the step after waits for the host.
+        # All requests have drafts, so the step after waits for the host. Those of other ranks may have none.
         if not len(self._sampled_rows_S) and self._sampled_at_S is None:
             return
         if self.followers:
@@ -307,7 +308,7 @@ class ModelRunner:
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
         meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
-        self._note_sampled(sent, numbers, sampled_rows_S)
+        self._note_rows(sent, numbers, sampled_rows_S)
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
         if self.rows and numbers.rank_rows:
@@ -317,11 +318,14 @@ class ModelRunner:
         self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]
 
-    def _note_sampled(self, sent: Tensor, numbers: StepNumbers, rows_S: Tensor) -> None:
-        """Note the rows of the page tables that store_sampled() writes."""
-        at_S = None if numbers.sampled_at is None else sent[numbers.sampled_at]
-        self._sampled_rows_S = rows_S.to(self.device, non_blocking=True)
-        self._sampled_at_S = None if at_S is None else at_S.to(self.device, non_blocking=True)
+    def _note_rows(self, ints: Tensor, numbers: StepNumbers, sampled_rows_S: Tensor) -> None:
+        """Note the rows of the page tables that store_sampled() writes, and what belongs to whom of all ranks' rows."""
+
+        def part(where: slice | None) -> Tensor | None:
+            return None if where is None else ints[where].to(self.device, non_blocking=True)
+
+        self._sampled_rows_S = sampled_rows_S.to(self.device, non_blocking=True)
+        self._sampled_at_S, self._batch_rows_S = part(numbers.sampled_at), part(numbers.batch_rows)
 
     def _metadata(
         self,
@@ -464,7 +468,7 @@ class ModelRunner:
     ) -> Tensor:
         sent, (inputs,) = self._send(numbers), numbers.inputs
         # A decode always samples, so these are the first rows, without padding.
-        self._note_sampled(sent, numbers, sent[inputs][: numbers.num_tokens])
+        self._note_rows(sent, numbers, sent[inputs][: numbers.num_tokens])
         # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.inputs[: inputs.stop - inputs.start].copy_(sent[inputs])
         if probe:
@@ -544,7 +548,7 @@ class ModelRunner:
         inputs, of_sampled, state_rows = numbers.inputs
         ints = self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
         graphs.replay(size)
-        self._note_sampled(ints, numbers, ints[of_sampled])
+        self._note_rows(ints, numbers, ints[of_sampled])
         self.hidden_states = None
         if graphs.states is not None:
             self.hidden_states = graphs.states[ints[state_rows].to(self.device, non_blocking=True)]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
+from nibble.attention.planner.plan import graph_sizes
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.drafts import GPU_VERIFY_TOKENS
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
-from nibble.kernels import next_power_of_2
 from nibble.model_spec import ModelSpec
 from nibble.models.parallel_ways import ATTENTION, EXPERTS, Ways
 from nibble.models.quantization import Handling, Weights
@@ -37,10 +37,11 @@ def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hard
     step_tokens = config.token_budget or (CPU_STEP_TOKENS if hardware.is_cpu else GPU_STEP_TOKENS)
     # As if one rank had all of them: the parts of all ranks are gathered in equal sizes.
     values = config.tp * step_tokens * model_spec.hidden_size
-    if not hardware.is_cpu:
-        # Logits of recorded steps, of which those of one rank are in every plan.
-        rows = max(next_power_of_2(config.max_running), GPU_VERIFY_TOKENS if config.drafts else 0)
-        values += (config.tp - 1) * rows * model_spec.vocab_size
+    if not hardware.is_cpu and config.graphs:
+        # Logits of recorded steps: as they are kept, of which those of one rank are in every plan, and where they are
+        # gathered and put side by side.
+        rows = max(graph_sizes(config.max_running)[-1], GPU_VERIFY_TOKENS if config.drafts else 0)
+        values += (3 * config.tp - 1) * rows * model_spec.vocab_size
     return replace(hardware, memory=hardware.memory - values * (4 if hardware.is_cpu else 2))
 
 

@@ -6,9 +6,9 @@ ranks take part in every layer. A recorded step has as many rows on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from nibble.engine.graphs import rows_of
 from nibble.engine.request import ScheduledRequest
@@ -31,8 +31,8 @@ class Books(Protocol):
 
 def numbers_by_rank(
     books: Sequence[Books], scheduled: Sequence[ScheduledRequest], every: bool
-) -> tuple[list[StepNumbers], list[int]]:
-    """Return the numbers of a step for each rank, and where the rows of the batch's logits lie among those of all.
+) -> list[StepNumbers]:
+    """Return the numbers of a step for each rank.
 
     Args:
         books: what makes numbers, with the page tables of each rank.
@@ -47,12 +47,12 @@ def numbers_by_rank(
         keys += [(key, num_rows + row) for row, key in enumerate(_logit_keys(own, every))]
         num_rows += _length(numbers[-1].inputs[3])
     sizes = tuple(tuple(_length(step.inputs[part]) for step in numbers) for part in (0, 3))
-    return [replace(step, rank_rows=sizes) for step in numbers], [row for _, row in sorted(keys)]
+    return _with_rows([replace(step, rank_rows=sizes) for step in numbers], keys)
 
 
 def recorded_numbers_by_rank(
     books: Sequence[Books], scheduled: Sequence[ScheduledRequest], size: int | tuple[int, int]
-) -> tuple[list[StepNumbers], list[int]]:
+) -> list[StepNumbers]:
     """Return the same of a step that all ranks replay.
 
     Args:
@@ -69,7 +69,7 @@ def recorded_numbers_by_rank(
         numbers.append(replace(step, num_logits=len(books) * rows_of_rank))
         places = [place for place, item in own for _ in range(item.num_tokens)]
         keys += [(place, rank * rows_of_rank + row) for row, place in enumerate(places)]
-    return numbers, [row for _, row in sorted(keys)]
+    return _with_rows(numbers, keys)
 
 
 def _sampled_at(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[int]]:
@@ -85,6 +85,12 @@ def _sampled_at(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[
 
 def _with_sampled(numbers: StepNumbers, sampled: Sequence[int]) -> StepNumbers:
     return replace(numbers, sampled_at=numbers.ints.add(sampled))
+
+
+def _with_rows(numbers: Sequence[StepNumbers], keys: Iterable[tuple[Any, int]]) -> list[StepNumbers]:
+    """Tell rank 0 the rows of the batch's logits, in the order of their keys."""
+    first, *others = numbers
+    return [replace(first, batch_rows=first.ints.add(row for _, row in sorted(keys))), *others]
 
 
 def _length(part: slice) -> int:

@@ -48,7 +48,7 @@ class Follower:
 
     def compute(self, numbers: Any) -> None:
         """Compute a step."""
-        self.runner.compute(numbers[self.rank.shard.rank] if isinstance(numbers, list) else numbers)
+        self.runner.compute(numbers)
 
     def record(
         self, sizes: tuple[int, ...], verify_sizes: tuple[tuple[int, int], ...], captured: bool

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -219,7 +220,10 @@ class Ranks:
 
     def compute(self, numbers: StepNumbers | list[StepNumbers]) -> None:
         """Let the other ranks compute a step, each its own where there is one for each rank."""
-        self._send(Command("compute", (numbers,)))
+        if isinstance(numbers, list):
+            self._send_each([Command("compute", (one,)) for one in numbers])
+        else:
+            self._send(Command("compute", (numbers,)))
 
     def record(
         self, sizes: Sequence[int], verify_sizes: Sequence[tuple[int, int]], *, captured: bool
@@ -329,12 +333,19 @@ class Ranks:
         return True
 
     def _send(self, message: Start | Command) -> None:
+        self._send_each([message] * self.size)
+
+    def _send_each(self, messages: Sequence[Start | Command]) -> None:
+        """Send a message to each rank; the first one is for nobody."""
         self.check()
         with self._lock:
             self._num_sent += 1
+        first = messages[1]
+        data = ForkingPickler.dumps(first)
         for rank, connection in self._connections.items():
+            own = data if messages[rank] is first else ForkingPickler.dumps(messages[rank])
             try:
-                connection.send(message)
+                connection.send_bytes(own)
             except OSError as error:
                 reason = self.explained(error)
                 if reason is error:

@@ -47,10 +47,10 @@ from nibble.engine.state_test import state_test
 from nibble.engine.warmup_steps import (
     DRAFTS,
     FIRST_STEP,
-    longest_prompts,
     managers_of,
     run_chunks,
     run_drafts,
+    run_longest,
     run_prompts,
 )
 from nibble.engine.window_reference import Tokens
@@ -126,7 +126,7 @@ def warm_up(
                 run_drafts(runner, max_tokens, config.drafts.tokens or max(DRAFTS))
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
-            run_prompts(runner, longest_prompts(runner, budget.step_tokens, max_tokens))
+            run_longest(runner, budget.step_tokens, max_tokens)
             # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
             if runner.followers:

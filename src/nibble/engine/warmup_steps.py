@@ -117,6 +117,12 @@ def run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
     runner.graphs = graphs
 
 
+def run_longest(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
+    """Run a step of so many tokens, as far as requests and pages reach; of each rank that has requests of its own."""
+    for manager in managers_of(runner):
+        run_prompts(runner, longest_prompts(runner, step_tokens, max_tokens), [manager])
+
+
 def longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
     """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
     pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()

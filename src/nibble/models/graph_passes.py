@@ -4,8 +4,8 @@ Families' own code stays as it is; only the operator that computes a node is ano
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
 convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py).
 The first products of an MLP and the gate behind them become one operator (graph_gates.py), and so can a router and the
-layer of experts behind it, where Nibble computes both. Last, what only serves rows whose logits are wanted is computed
-for these (graph_rows.py).
+layer of experts behind it, where Nibble computes both. What several layers gather of all ranks is gathered once. Last,
+what only serves rows whose logits are wanted is computed for these (graph_rows.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from nibble.kernels import experts, linear, router, topk
-from nibble.models import compile_cache, graph_convolutions, graph_gates, graph_projections, graph_rows
+from nibble.models import (
+    compile_cache,
+    graph_convolutions,
+    graph_gates,
+    graph_projections,
+    graph_rows,
+    parallel_rows,
+)
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
-assert experts and linear and router  # which define the operators
+assert experts and linear and router and parallel_rows  # which define the operators
 _INPUTS = ("placeholder", "get_attr")
 """What a parameter is in a graph."""
 
@@ -53,6 +60,7 @@ class ReplaceOperators(CustomGraphPass):
         graph_gates.join_gates(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
             _join_router(graph, node)
+        _share_gathered_rows(graph)
         graph_rows.pick_rows_early(graph)
 
     def _serves_topk(
@@ -98,6 +106,21 @@ def _join_router(graph: fx.Graph, layer: fx.Node) -> None:
     layer.replace_all_uses_with(joined)
     for node in (layer, *route.users, route):
         graph.erase_node(node)
+
+
+def _share_gathered_rows(graph: fx.Graph) -> None:
+    """Let layers that gather the same rows of all ranks share them, as experts and shared experts do."""
+    gathered = list[fx.Node]()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.gather_rows.default):
+        x, _, *others = node.args
+        first = next(
+            (one for one in gathered if _is_same(x, one.args[0]) and [*one.args[2:]] == others), None
+        )
+        if first is None:
+            gathered.append(node)
+        else:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _source(value: Any, index: int) -> fx.Node | None:

@@ -98,7 +98,7 @@ def equal_rows(rows: Rows | None, own_B: Tensor) -> AbstractContextManager[None]
     return rows.step((counts, counts), own_B.device)
 
 
-_of_number: WeakValueDictionary[int, Rows] = WeakValueDictionary()
+_of_number: WeakValueDictionary[int, Rows] = WeakValueDictionary()  # each lives as long as its model
 
 
 def _gather_rows(x: Tensor, marks: Tensor, number: int, of_logits: bool) -> Tensor:
@@ -116,7 +116,7 @@ def _own_rows(y: Tensor, x: Tensor, number: int) -> Tensor:
     rows = _of_number[number]
     start = sum(rows.sizes(len(x))[: rows.group.rank])
     # What an operator returns is no part of what it was given.
-    return y[start : start + len(x)].clone()
+    return y[start : start + len(x)].clone(memory_format=torch.contiguous_format)
 
 
 def _gather_rows_fake(x: Tensor, marks: Tensor, number: int, of_logits: bool) -> Tensor:
@@ -128,10 +128,10 @@ def _own_rows_fake(y: Tensor, x: Tensor, number: int) -> Tensor:
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
-_library.define("gather_rows(Tensor x, Tensor marks, int rows, bool of_logits) -> Tensor")
+_library.define("gather_rows(Tensor x, Tensor marks, int number, bool of_logits) -> Tensor")
 _library.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::gather_rows", _gather_rows_fake, lib=_library)
-_library.define("own_rows(Tensor y, Tensor x, int rows) -> Tensor")
+_library.define("own_rows(Tensor y, Tensor x, int number) -> Tensor")
 _library.impl("own_rows", _own_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::own_rows", _own_rows_fake, lib=_library)
 
@@ -188,17 +188,25 @@ def gather_rows(model: Any, layout: Layout, rows: Rows) -> None:
         model.set_output_embeddings(GatheredRows(output, rows, is_output=True))
 
 
+def _gather_choices(rows: Rows, experts_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return chosen experts and their weights of all ranks' tokens."""
+    # In one launch: numbers of experts are small enough for float32.
+    joined = rows.gather(torch.cat([experts_TK.float(), weights_TK.float()], 1))
+    experts, weights = joined.split(experts_TK.shape[1], 1)
+    return experts.to(experts_TK.dtype), weights.to(weights_TK.dtype)
+
+
 def _gathered(own: Callable[..., Tensor], rows: Rows) -> Callable[..., Tensor]:
     """Return a forward() that reads the rows of all ranks, and returns those of this one.
 
     An MLP gets tokens [1, T, H] or [T, H]; experts get [T, H], and their numbers and weights [T, K].
     """
 
-    def forward(self: Any, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, *choices: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         all_rows = rows.gather(flat)
         shaped = all_rows.view(*[1] * (x.dim() - 2), *all_rows.shape)
-        y = own(self, shaped, *map(rows.gather, others))
+        y = own(self, shaped, *(_gather_choices(rows, *choices) if choices else ()))
         return rows.own(y.reshape(-1, y.shape[-1]), flat).view(*x.shape[:-1], y.shape[-1])
 
     return forward

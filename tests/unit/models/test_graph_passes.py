@@ -19,6 +19,7 @@ from nibble.kernels.experts.gate import SILU, Gate
 from nibble.models import compile_cache, graph_passes
 from nibble.models.graph_passes import ReplaceOperators
 from nibble.models.linear import merge_and_tune_linears
+from nibble.models.parallel_rows import Rows
 
 
 def targets(graph: fx.Graph) -> list[str]:
@@ -156,6 +157,27 @@ def test_layers_of_other_rows_or_weights_stay(kind: str) -> None:
     inputs = torch.randn(1, 5, 40), WEIGHT, *EXPERTS
     names = replaced(partial(routed_layer, kind=kind), *inputs)
     assert {"nibble.route.default", "nibble.experts_layer.default"} <= set(names)
+
+
+class Doubled:
+    """Two ranks, of which the other has the same rows."""
+
+    rank, size = 0, 2
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack((x, x))
+
+
+def test_the_same_rows_are_gathered_once() -> None:
+    rows = Rows(Doubled(), 1 << 20)  # type: ignore[arg-type]
+
+    def block(x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        """Experts and shared experts, and logits, which are other rows."""
+        experts, shared = (rows.gather(y) for y in (x.view(-1, 8), x.reshape(-1, 8)))
+        return experts + shared, rows.gather(other), rows.gather(x.view(-1, 8), of_logits=True)
+
+    names = replaced(block, torch.randn(1, 5, 8), torch.randn(5, 8))
+    assert names.count("nibble.gather_rows.default") == 3
 
 
 def test_weights_that_win_a_trial_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

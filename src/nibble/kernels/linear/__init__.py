@@ -227,7 +227,7 @@ def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> st
     if times:
         times[TORCH] = _ms(library, x, weight_NK)
     fastest = min(times, key=lambda name: times[name], default=TORCH)
-    return fastest if has_failed else _keep(path, fastest, operation.ways(weight_NK, most))
+    return fastest if has_failed else _keep(path, fastest, {TORCH, *ways})
 
 
 def _keep(path: Path, result: str, ways: Container[str]) -> str:
