@@ -80,7 +80,9 @@ def write_new(path: Path, content: str) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without links: the last one counts
+    except OSError:  # a file system without links
+        if path.exists():
+            return False
         write_atomic(path, content)
     finally:
         temporary.unlink(missing_ok=True)

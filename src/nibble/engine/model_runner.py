@@ -177,11 +177,13 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], probe: AttentionObserver | None
     ) -> int | tuple[int, int] | None:
         """Return the size of the recorded step that serves these requests, if one does."""
-        if not self.graphs or not all(item.phase.decodes for item in scheduled):
+        phases, requests = {item.phase for item in scheduled}, len(scheduled)
+        if not self.graphs or not all(phase.decodes for phase in phases):
             return None
-        # Where ranks have requests of their own, all replay the step of the one with most.
-        requests = max(Counter(item.request.lease.rank for item in scheduled).values())
-        if all(item.phase is Phase.DECODE for item in scheduled):
+        if self.books:
+            # All ranks replay the step of the one with most requests.
+            requests = max(Counter(item.request.lease.rank for item in scheduled).values())
+        if phases == {Phase.DECODE}:
             return self.graphs.size_of(requests)
         # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
         if probe or (self.exact and unkept(scheduled, self.plan.page_size)):

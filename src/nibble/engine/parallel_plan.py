@@ -37,9 +37,9 @@ def with_rows(hardware: Hardware, config: Config, model_spec: ModelSpec) -> Hard
     step_tokens = config.token_budget or (CPU_STEP_TOKENS if hardware.is_cpu else GPU_STEP_TOKENS)
     # As if one rank had all of them: the parts of all ranks are gathered in equal sizes.
     values = config.tp * step_tokens * model_spec.hidden_size
-    if not hardware.is_cpu and config.graphs:
-        # Logits of recorded steps: as they are kept, of which those of one rank are in every plan, and where they are
-        # gathered and put side by side.
+    if not hardware.is_cpu:
+        # Logits of steps over buffers, recorded or not: as they are kept, of which those of one rank are in every plan,
+        # and where they are gathered and put side by side.
         rows = max(graph_sizes(config.max_running)[-1], GPU_VERIFY_TOKENS if config.drafts else 0)
         values += (3 * config.tp - 1) * rows * model_spec.vocab_size
     return replace(hardware, memory=hardware.memory - values * (4 if hardware.is_cpu else 2))

@@ -20,10 +20,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nibble.cache.residency import Copy
 from nibble.engine.ranks import COUNT, Command, Failure, Rank, Start, live, one_host
+
+if TYPE_CHECKING:
+    from nibble.engine.step_numbers import StepNumbers
 
 SAID_S = 0.2
 """How long a rank that fails stays, for rank 0 to read why."""
@@ -46,7 +49,7 @@ class Follower:
         self.rank, self.start = rank, start
         self.runner = follow(start, rank)
 
-    def compute(self, numbers: Any) -> None:
+    def compute(self, numbers: StepNumbers) -> None:
         """Compute a step."""
         self.runner.compute(numbers)
 

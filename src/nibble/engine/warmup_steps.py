@@ -100,11 +100,17 @@ def run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
 
     Without a record: steps that have tokens of prompts too are computed so.
     """
-    manager, request = _manager(runner), Request("warm", [0] * (FIRST_STEP + 1))
     room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
     if room < most:
         return
     graphs, runner.graphs = runner.graphs, None
+    for manager in managers_of(runner):
+        _verify_drafts(runner, manager, most)
+    runner.graphs = graphs
+
+
+def _verify_drafts(runner: ModelRunner, manager: CacheManager, most: int) -> None:
+    request = Request("warm", [0] * (FIRST_STEP + 1))
     with _leases(manager, request):
         most = min(most, manager.draft_room(request.lease, FIRST_STEP))
         manager.reserve(request.lease, FIRST_STEP + 1 + most)
@@ -114,7 +120,6 @@ def run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
                 request, FIRST_STEP, 1 + count, Phase.VERIFY, True, write_from=FIRST_STEP, drafts=(0,) * count
             )
             runner.forward(Batch((item,)))
-    runner.graphs = graphs
 
 
 def run_longest(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:

@@ -75,6 +75,8 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     step = Step()
     # torch checks the outputs of custom operators for aliases, and under that check no backend could vmap or compile.
     torch._functorch.config.check_custom_op_aliasing = False
+    # Products in float32 are those that must be, as of routers; users cannot do anything about it.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     options = inductor_options(model) if backend == "inductor" else {}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
@@ -111,8 +113,6 @@ def inductor_options(model: nn.Module) -> dict[str, Any]:
     """Return the options that a model on a GPU is compiled with."""
     if not next(model.parameters()).is_cuda:
         return {}
-    # Products in float32 are those that must be, as of routers; users cannot do anything about it.
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     return {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nibble.config import Config
-from nibble.engine.parallel_plan import whole_layout
+from nibble.engine.parallel_plan import whole_layout, with_rows
 from nibble.engine.plan import as_text, plan_engine
 from nibble.errors import CapacityError, ConfigError
 from nibble.evals.precision_report import Goal
@@ -94,6 +94,17 @@ def test_latents_are_kept_once_where_attention_is_divided_by_requests() -> None:
     assert once.model_spec.groups[0].q_heads == 2 * replicated.model_spec.groups[0].q_heads
     assert once.model_spec.weight_bytes > replicated.model_spec.weight_bytes
     assert any("attention (each GPU attends" in note for note in once.plan.notes)
+
+
+def test_logits_of_all_ranks_requests_are_planned() -> None:
+    """As they are kept, gathered, and put side by side: of two ranks, but for those of one that every plan has."""
+    model_spec = planned(2, attention_dp=True).model_spec
+    few, many = (
+        with_rows(GPU, Config(model="qwen3-8b", tp=2, attention_dp=True, max_running=running), model_spec)
+        for running in (256, 512)
+    )
+    assert few.memory - many.memory == 5 * 256 * model_spec.vocab_size * 2
+    assert with_rows(GPU, Config(model="qwen3-8b", tp=2), model_spec) is GPU
 
 
 def test_what_attention_by_requests_is_not_served_with_is_refused() -> None:
