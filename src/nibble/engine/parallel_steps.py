@@ -39,15 +39,13 @@ def numbers_by_rank(
         scheduled: requests of all ranks.
         every: whether the logits of every token are needed.
     """
-    numbers, keys = list[StepNumbers](), list[tuple[tuple[int, int, int], int]]()
-    num_rows, sampled = 0, _sampled_at(scheduled, len(books))
-    for rank, one in enumerate(books):
-        own = [(place, item) for place, item in enumerate(scheduled) if item.request.lease.rank == rank]
-        numbers.append(_with_sampled(one.step_numbers([item for _, item in own], every), sampled[rank]))
+    numbers, keys, num_rows = list[StepNumbers](), list[tuple[tuple[int, int, int], int]](), 0
+    for own, one in zip(_by_rank(scheduled, len(books)), books, strict=True):
+        numbers.append(one.step_numbers([item for _, item in own], every))
         keys += [(key, num_rows + row) for row, key in enumerate(_logit_keys(own, every))]
         num_rows += _length(numbers[-1].inputs[3])
     sizes = tuple(tuple(_length(step.inputs[part]) for step in numbers) for part in (0, 3))
-    return _with_rows([replace(step, rank_rows=sizes) for step in numbers], keys)
+    return _addressed([replace(step, rank_rows=sizes) for step in numbers], scheduled, keys)
 
 
 def recorded_numbers_by_rank(
@@ -61,15 +59,31 @@ def recorded_numbers_by_rank(
         size: of the recorded step, which has room for those of each.
     """
     rows_of_rank = rows_of(size) if isinstance(size, int) else size[0] * size[1]
-    numbers, keys, sampled = list[StepNumbers](), list[tuple[int, int]](), _sampled_at(scheduled, len(books))
-    for rank, one in enumerate(books):
-        own = [(place, item) for place, item in enumerate(scheduled) if item.request.lease.rank == rank]
-        step = _with_sampled(one.recorded_numbers([item for _, item in own], size), sampled[rank])
+    numbers, keys = list[StepNumbers](), list[tuple[int, int]]()
+    for rank, own in enumerate(_by_rank(scheduled, len(books))):
+        step = books[rank].recorded_numbers([item for _, item in own], size)
         # The logits of all ranks' rows.
         numbers.append(replace(step, num_logits=len(books) * rows_of_rank))
         places = [place for place, item in own for _ in range(item.num_tokens)]
         keys += [(place, rank * rows_of_rank + row) for row, place in enumerate(places)]
-    return _with_rows(numbers, keys)
+    return _addressed(numbers, scheduled, keys)
+
+
+def _by_rank(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[tuple[int, ScheduledRequest]]]:
+    """Return the requests of each rank, with their places in the batch."""
+    places = list(enumerate(scheduled))
+    return [[pair for pair in places if pair[1].request.lease.rank == rank] for rank in range(ranks)]
+
+
+def _addressed(
+    numbers: Sequence[StepNumbers], scheduled: Sequence[ScheduledRequest], keys: Iterable[tuple[Any, int]]
+) -> list[StepNumbers]:
+    """Tell each rank which sampled tokens are its own, and rank 0 the rows of the batch's logits, in order of keys."""
+    sampled = _sampled_at(scheduled, len(numbers))
+    first, *others = (
+        replace(step, sampled_at=step.ints.add(at)) for step, at in zip(numbers, sampled, strict=True)
+    )
+    return [replace(first, batch_rows=first.ints.add(row for _, row in sorted(keys))), *others]
 
 
 def _sampled_at(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[int]]:
@@ -81,16 +95,6 @@ def _sampled_at(scheduled: Sequence[ScheduledRequest], ranks: int) -> list[list[
         for _ in range(1 + len(item.drafts))
     ]
     return [[at for at, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-
-
-def _with_sampled(numbers: StepNumbers, sampled: Sequence[int]) -> StepNumbers:
-    return replace(numbers, sampled_at=numbers.ints.add(sampled))
-
-
-def _with_rows(numbers: Sequence[StepNumbers], keys: Iterable[tuple[Any, int]]) -> list[StepNumbers]:
-    """Tell rank 0 the rows of the batch's logits, in the order of their keys."""
-    first, *others = numbers
-    return [replace(first, batch_rows=first.ints.add(row for _, row in sorted(keys))), *others]
 
 
 def _length(part: slice) -> int:

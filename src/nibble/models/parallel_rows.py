@@ -5,9 +5,9 @@ behind the other's; behind it, when outputs are summed, each rank goes on with i
 its heads, norms and routers, is computed for a rank's own rows alone.
 
 A step has as many rows of each rank as its numbers say; what all ranks compute alike (measuring scales) has the same
-number on all. Both are operators that no compiler looks into, since a compiled model must not depend on these numbers:
-`nibble::gather_rows` and `nibble::own_rows`. A tensor without values has as many rows as all ranks, and tells it their
-sum.
+number on all. A compiled model must not depend on these numbers, so rows are gathered, and a rank's own taken, by
+operators that no compiler looks into: `nibble::gather_rows` and `nibble::own_rows`. How many rows all ranks have
+together a compiled model reads from the shape of a tensor without values.
 
 Shape suffixes: T tokens of this rank, H hidden size, K chosen experts of a token.
 """
