@@ -132,7 +132,7 @@ def test_compiled_routers_multiply_and_choose_by_it(family: str, monkeypatch: py
     for owner, name in ((fast, "topk"), (narrow, "narrow_linear")):
         compute = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, f=compute, n=name: calls.append(n) or f(*args))
-    monkeypatch.setattr(linear, "_fastest_of", lambda weight, most: linear.TRITON)
+    monkeypatch.setattr(linear, "_fastest_of", lambda *_: linear.TRITON)
     torch._dynamo.reset()
     options = forward.inductor_options(router)
     run = torch.compile(router, fullgraph=True, options=options)

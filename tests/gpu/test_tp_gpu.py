@@ -43,11 +43,12 @@ def near_share(llm: LLM) -> float:
     return float(torch.cat(hits).float().mean())
 
 
+@pytest.mark.parametrize("attention_dp", [False, True])
 @pytest.mark.parametrize("scheme", ["bf16", "nvfp4"])
-def test_answers_of_two_gpus_are_those_of_one(scheme: str) -> None:
+def test_answers_of_two_gpus_are_those_of_one(scheme: str, attention_dp: bool) -> None:
     with served(1, scheme) as llm:
         expected_TV = llm.logits(PROMPT)
-    with served(2, scheme) as llm:
+    with served(2, scheme, attention_dp=attention_dp) as llm:
         assert divergence(expected_TV, llm.logits(PROMPT)) < KL
         # Over recorded steps, whose sums are in the graphs of both ranks.
         assert llm.engine.runner.graphs is not None

@@ -69,7 +69,7 @@ def near_share(llm: LLM) -> float:
     [
         ("qwen3_moe", {"expert_parallel": True}),
         ("gpt_oss", {"expert_parallel": True}),
-        ("qwen3_moe", {"attention_dp": True, **EAGER}),
+        ("qwen3_moe", {"attention_dp": True}),
         ("deepseek_v3", {"attention_dp": True, "expert_parallel": True}),
     ],
 )
@@ -88,4 +88,6 @@ def test_answers_of_two_gpus_are_those_of_one(name: str, options: dict[str, Any]
             manager = llm.engine.scheduler.manager
             assert isinstance(manager, RankManagers)
             assert all(one.stats.lookup_tokens for one in manager.managers), "a GPU had no request"
-        assert (llm.engine.runner.graphs is None) == ("graphs" in options)
+        graphs = llm.engine.runner.graphs
+        # Latents as small as this model's have no kernel whose steps can be recorded.
+        assert (graphs is not None and graphs.is_captured) == (name != "deepseek_v3")

@@ -65,7 +65,11 @@ class Rows:
             x: those of this rank.
             of_logits: whether these are the rows whose logits are computed.
         """
-        marks = self.marks[of_logits] if self.marks else x.new_empty(len(x) * self.group.size, 0)
+        if self.marks:
+            # Some versions of torch.compile read no tuple by a bool.
+            marks = self.marks[1] if of_logits else self.marks[0]
+        else:
+            marks = x.new_empty(len(x) * self.group.size, 0)
         y: Tensor = torch.ops.nibble.gather_rows(x, marks, self.number, of_logits)
         return y
 
