@@ -182,7 +182,9 @@ class Kernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared, torch.cuda.current_stream().cuda_stream
+        # As torch.cuda.current_stream() does, which takes ten times as long.
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        config.sharedMemBytes, config.hStream = shared, stream
         if starts_early:
             config.attrs, config.numAttrs = [_starts_early()], 1
         check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "cuLaunchKernelEx")

@@ -24,6 +24,7 @@ from nibble.kernels import cdiv, gpu_of, next_power_of_2
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
+from nibble.kernels.launches import Launches
 from nibble.kernels.linear.triton import rotate_tile
 from nibble.kernels.types import Paged
 
@@ -145,7 +146,7 @@ class HeadsAppend:
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._exact = tuple(pages.planes_PHS[0] for pages in exact)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
-        self._launch = launch_options(gpu_of(k.planes_PHS[0].device))
+        self._launch, self._launches = launch_options(gpu_of(k.planes_PHS[0].device)), Launches()
         # The size of the blocks of a head that are rotated, 0 for none.
         rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
@@ -166,9 +167,12 @@ class HeadsAppend:
         assert self._exact or exact_slot_mapping_T is None, "there are exact slots, but no exact pages"
         exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
         if tokens:
-            append_heads_kernel[tokens, self._groups, 2](
-                k, v, slot_mapping_T, *exact, *self._tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                *self._constants, num_warps=self._warps[tokens > FEW_TOKENS], **self._launch,
+            warps = self._warps[tokens > FEW_TOKENS]
+            strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+            self._launches(
+                append_heads_kernel, (tokens, self._groups, 2), (k, v, slot_mapping_T, exact[0], *strides, (warps,)),
+                (k, v, slot_mapping_T, *exact, *self._tensors, *strides, *self._constants),
+                num_warps=warps, **self._launch,
             )  # fmt: skip
 
     @staticmethod

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.codecs.tiles import once_per_stream
+from nibble.kernels.launches import Launches
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 KEYS, KEY_BYTES = 64, 512
@@ -134,6 +136,16 @@ def near_kernel(
     tl.store(values_at, values_MD, mask=live_M[:, None] & (v_D < V_DIM)[None, :])
 
 
+@once_per_stream
+def _launches(stream: Paged) -> Launches:
+    return Launches()
+
+
+@once_per_stream
+def _prompt_launches(stream: Paged) -> Launches:
+    return Launches()
+
+
 def near_attention(
     q_THD: Tensor,
     k: Paged,
@@ -158,13 +170,19 @@ def near_attention(
         )
         # The same for any number of requests, so that few kernels are compiled.
         keys, warps, stages = decode_tile(longest, 0, gpu_of(q_THD.device))
-    near_kernel[requests, k.heads, cdiv(queries, of_tile)](
+    dynamic = (
         q_THD, k_plane, v_plane, table_BN, cu_seqlens_q, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD,
         lse_TH, params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], table_BN.stride(0), lse_TH.stride(0),
-        WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
-        TOKENS=of_tile, M=max(MMA_ROWS, next_power_of_2(group * of_tile)), K_WIDTH=next_power_of_2(k.dim),
-        V_WIDTH=next_power_of_2(v.dim), N=keys, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    # WINDOW to N
+    constants = (
+        params.window, bool(params.softcap), group, k.dim, v.dim, k.page_size, of_tile,
+        max(MMA_ROWS, next_power_of_2(group * of_tile)), next_power_of_2(k.dim), next_power_of_2(v.dim), keys,
+    )  # fmt: skip
+    _launches(k)(
+        near_kernel, (requests, k.heads, cdiv(queries, of_tile)), (*dynamic, (*constants, warps, stages)),
+        (*dynamic, *constants), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)
 
@@ -312,14 +330,20 @@ def near_prompt_attention(
     group = heads // k.heads
     tile = tile or prompt_tile(next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize, group)
     grid = k.heads, cdiv(max(batch.query_lens), tile.rows // group), len(batch.query_lens)
-    near_prompt_kernel[grid](
+    dynamic = (
         q_THD, new_k, new_v, k_plane, v_plane, table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, params.sinks_H,
         k_mean_HD, values, lse_HT, far_first, out_THD, params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3],
         table_BN.stride(0), *(values.stride()[:2] if values is not None else (0, 0)),
         *(lse_HT.stride() if lse_HT is not None else (0, 0)), out_THD.stride(0),
-        WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
-        M=tile.rows, K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim), N=tile.keys,
+    )  # fmt: skip
+    # WINDOW to N
+    constants = (
+        params.window, bool(params.softcap), group, k.dim, v.dim, k.page_size, tile.rows, next_power_of_2(k.dim),
+        next_power_of_2(v.dim), tile.keys,
+    )  # fmt: skip
+    _prompt_launches(k)(
+        near_prompt_kernel, grid, (*dynamic, (constants, tile)), (*dynamic, *constants),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_THD
