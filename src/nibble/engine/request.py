@@ -6,8 +6,9 @@ Only the scheduler changes a request's state, lease and tokens; everybody else r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from nibble.cache.lease import Lease
@@ -305,6 +306,20 @@ class Delta:
     accepted_drafts: int = 0
     """Come with the last piece: draft tokens of the answer that counted, and those that did not."""
     rejected_drafts: int = 0
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Return what consecutive steps added to one answer as one addition."""
+    first, *others = deltas
+    if not others:
+        return first
+    return replace(
+        others[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 OnOutput = Callable[[Delta], None]

@@ -389,7 +389,10 @@ class Api:
     ) -> Response:
         now = asyncio.get_running_loop().time()
         deadlines = [now + limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
-        requests = [GenerationRequest(prompt, params, body.cache_salt, body.priority) for prompt in prompts]
+        requests = [
+            GenerationRequest(prompt, params, body.cache_salt, body.priority, bool(body.stream))
+            for prompt in prompts
+        ]
         http_log = http_log_of(request.scope)
         start = self.metrics_registry.start_request
         http_log.timers = timers = [start(len(prompt), params.n) for prompt in prompts]

@@ -26,7 +26,7 @@ import zmq.asyncio
 
 from nibble.cache.events import KVEvent
 from nibble.config import Config
-from nibble.engine.request import Delta
+from nibble.engine.request import Delta, join_deltas
 from nibble.errors import NibbleError, RequestError
 from nibble.processes import ending, group_lives, is_stopped, kill_group
 from nibble.server import worker as wire
@@ -106,8 +106,8 @@ class EngineClient(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come, at most one of each answer.
 
-        Pieces of one answer that were not fetched in time are joined. Closing the iterator aborts the request. Raises
-        RequestError or EngineDiedError.
+        Pieces of one answer that were not fetched in time are joined; so are those of a request that is not streamed,
+        by the engine. Closing the iterator aborts the request. Raises RequestError or EngineDiedError.
         """
         ...
 
@@ -157,14 +157,7 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
     last = pieces[-1]
     if len(pieces) == 1:
         return last
-    deltas = [piece.delta for piece in pieces]
-    delta = replace(
-        last.delta,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-        prompt_logprobs=deltas[0].prompt_logprobs,
-    )
+    delta = join_deltas([piece.delta for piece in pieces])
     return replace(last, delta=delta, marks=tuple(chain.from_iterable(piece.marks for piece in pieces)))
 
 

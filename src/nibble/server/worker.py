@@ -24,7 +24,7 @@ import zmq
 from nibble.cache.events import BlockStored, KVEvent
 from nibble.config import SamplingParams
 from nibble.engine.kv_events import Endpoints, Publisher
-from nibble.engine.request import Delta
+from nibble.engine.request import Delta, join_deltas
 from nibble.errors import NibbleError, RankError, RequestError, set_caller
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
@@ -45,6 +45,8 @@ class GenerationRequest:
     """Only requests of the same salt share pages."""
     priority: int = 0
     """A lower one is served before."""
+    is_streamed: bool = True
+    """Whether pieces are wanted as they come; else they are gathered for GATHER_S, but for the first and the last."""
 
 
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -150,6 +152,8 @@ encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
 
+GATHER_S = 0.5
+"""How long pieces of answers that are not streamed may wait for others."""
 STATS_S = 0.5
 """Between two counts, at least."""
 IDLE_MS = 200
@@ -161,6 +165,26 @@ RANK_GRACE_S = 0.3
 """How long the engine's thread has to end the process once a rank has failed."""
 LINGER_S = 0.3
 """Given to the last message of a process that ends at once."""
+
+
+class _Gathered:
+    """What was added to the answers of a request that is not streamed: the first at once, others up to GATHER_S later.
+
+    A server that is told each token of some hundred answers has no time for anything else.
+    """
+
+    def __init__(self) -> None:
+        self._deltas: dict[int, list[Delta]] = {}
+        self._due: dict[int, float] = {}
+
+    def add(self, delta: Delta) -> list[Delta]:
+        """Add to an answer, and return all that is to be sent now."""
+        deltas, now = self._deltas.setdefault(delta.index, []), time.monotonic()
+        deltas.append(delta)
+        if not delta.finish_reason and not delta.error and now < self._due.get(delta.index, 0.0):
+            return []
+        self._deltas[delta.index], self._due[delta.index] = [], now + GATHER_S
+        return deltas
 
 
 class Worker:
@@ -269,10 +293,16 @@ class Worker:
     def _admit(self, command: Submit, matcher: Matcher | None) -> None:
         request, params = command.request, command.request.params
 
+        gathered = None if request.is_streamed else _Gathered()
+
         def add(delta: Delta) -> None:
             requests = self._requests.get(command.id)
             if requests is None:  # aborted
                 return
+            if gathered:
+                if not (deltas := gathered.add(delta)):
+                    return
+                delta = join_deltas(deltas)
             leader = requests[0]
             self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.start_time, delta))
             if delta.finish_reason:
