@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from nibble import LLM, CapacityError
-from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MIN_RESERVE_LEFT, MemoryPlan
+from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.step_memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
 from nibble.engine.engine import StartupReport

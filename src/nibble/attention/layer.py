@@ -10,7 +10,7 @@ B requests.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -333,6 +333,8 @@ class StepContext:
     """Where the newest tokens are kept in the compute dtype, if they are."""
     recurrent: RecurrentStates | None = None
     """Of models with recurrent layers."""
+    cut: Callable[[Any], Tensor] | None = None
+    """Gets the operators' calls (operators.Seam) in place of attention, while a step is recorded piecewise."""
     states: StepStates = field(default_factory=StepStates, init=False)
     """What backends prepared for this step."""
 

@@ -12,9 +12,12 @@ Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,6 +48,29 @@ class Step:
     def __getstate__(self) -> dict[str, object]:
         """Return what models/compile_cache.py keeps of a step on disk: nothing of its pool and kernels."""
         return {"number": self.number, "context": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A call of an operator, where a step that is recorded piecewise is cut (engine/piecewise.py)."""
+
+    step: Step
+    arguments: tuple[Any, ...]
+    _body: Callable[..., Tensor]
+    _fake: Callable[..., Tensor]
+
+    def of(self, arguments: tuple[Any, ...]) -> Seam:
+        """Return the same call of other arguments."""
+        return replace(self, arguments=arguments)
+
+    def empty(self) -> Tensor:
+        """Return a tensor as the operator returns one, of any values."""
+        return self._fake(*self.arguments)
+
+    def call(self, ctx: StepContext) -> Tensor:
+        """Compute what the operator returns in a step."""
+        self.step.context = ctx
+        return self._body(*self.arguments)
 
 
 def attention_op(
@@ -164,16 +190,29 @@ def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: Tensor, layer: i
     return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
 
 
+def _implement(name: str, body: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Implement an operator, whose calls a step may be given to cut itself there."""
+    place = list(inspect.signature(body).parameters).index("step")
+
+    @functools.wraps(body)
+    def call(*arguments: Any) -> Tensor:
+        step = _steps[int(arguments[place])]
+        if step.context is not None and step.context.cut:
+            return step.context.cut(Seam(step, arguments, body, fake))
+        return body(*arguments)
+
+    _library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nibble::{name}", fake, lib=_library)
+
+
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
 _library.define(
     "attention(Tensor q, Tensor[] streams, str names, int width, Tensor step, int layer, float scale, int? window, "
     "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
 )
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
+_implement("attention", _attention, _attention_fake)
 _library.define("select(Tensor q, Tensor key, Tensor weights, Tensor step, int layer, int top_k) -> Tensor")
-_library.impl("select", _select, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::select", _select_fake, lib=_library)
+_implement("select", _select, _select_fake)
 
 
 def _causal_conv(
@@ -239,29 +278,24 @@ def _recurrence_fake(q: Tensor, k: Tensor, x: Tensor, *_: object) -> Tensor:
 _library.define(
     "causal_conv(Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor step, int layer) -> Tensor"
 )
-_library.impl("causal_conv", _causal_conv, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::causal_conv", _like_x, lib=_library)
+_implement("causal_conv", _causal_conv, _like_x)
 _library.define(
     "recurrence(Tensor q, Tensor k, Tensor x, Tensor log_decay, Tensor beta, Tensor step, int layer, bool delta, "
     "bool unit) -> Tensor"
 )
-_library.impl("recurrence", _recurrence, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::recurrence", _recurrence_fake, lib=_library)
+_implement("recurrence", _recurrence, _recurrence_fake)
 _library.define(
     "conv_recurrence(Tensor x, Tensor weight, Tensor? bias, str? activation, int[] places, Tensor log_decay, "
     "Tensor beta, Tensor step, int layer, bool delta, bool unit, int heads, int rows) -> Tensor"
 )
-_library.impl("conv_recurrence", _conv_recurrence, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::conv_recurrence", _conv_recurrence_fake, lib=_library)
+_implement("conv_recurrence", _conv_recurrence, _conv_recurrence_fake)
 _library.define(
     "projected_recurrence(Tensor x, Tensor a, Tensor b, Tensor paces, Tensor offsets, int[] runs, Tensor weight, "
     "Tensor? bias, str? activation, int[] places, Tensor step, int layer, bool delta, bool unit, int heads, int rows) "
     "-> Tensor"
 )
-_library.impl("projected_recurrence", _projected_recurrence, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::projected_recurrence", _projected_recurrence_fake, lib=_library)
+_implement("projected_recurrence", _projected_recurrence, _projected_recurrence_fake)
 _library.define(
     "selective(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor step, int layer) -> Tensor"
 )
-_library.impl("selective", _selective, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::selective", _like_x, lib=_library)
+_implement("selective", _selective, _like_x)

@@ -5,7 +5,8 @@ Shape suffixes: B rows of a decode step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -156,6 +157,44 @@ class CudaGraphs:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph.replay
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let pieces be recorded in the body, which runs on a stream of its own."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.empty_cache()  # of what was computed on that stream beside the graphs
+
+    def begin(self) -> Callable[[], Callable[[], None]]:
+        """Begin a piece; what is returned ends it, and returns what replays it."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+        def end() -> Callable[[], None]:
+            graph.capture_end()
+            return graph.replay
+
+        return end
+
+    def alias(self, x: Tensor) -> Tensor:
+        """Return a tensor over the same memory that does not keep it: it is another's as soon as x is gone."""
+        size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        if not x.numel():
+            return x
+        flat = torch.as_tensor(_Memory(x.data_ptr(), size * x.element_size()), device=x.device)
+        return flat.view(x.dtype).as_strided(x.shape, x.stride())
+
+
+class _Memory:
+    """Bytes of the device, for torch to make a tensor of."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 2,
+        }  # fmt: skip
 
 
 def live(run: Callable[[], None]) -> Callable[[], None]:

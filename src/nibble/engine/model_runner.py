@@ -41,6 +41,7 @@ from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.graphs import Graphs, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.parallel_steps import numbers_by_rank, recorded_numbers_by_rank
+from nibble.engine.piecewise import PiecewiseSteps
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
@@ -106,6 +107,8 @@ class ModelRunner:
     """The other ranks, where layers are divided among GPUs."""
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
+    pieces: PiecewiseSteps | None = field(default=None, init=False)
+    """Other steps of few tokens, between their attention operators, after record_pieces()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
     """Compares what attention answers with rows of the model's own precision."""
     hidden_states: Tensor | None = field(default=None, init=False)
@@ -316,6 +319,10 @@ class ModelRunner:
         if self.rows and numbers.rank_rows:
             with self.rows.step(numbers.rank_rows, self.device):
                 return _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))[0]
+        arguments = self._run, token_ids_T, positions_T, logit_rows_S, context
+        # A probe keeps what attention is given, which lies in memory that the next piece uses again.
+        if self.pieces and not probe and (recorded := self.pieces.compute(*arguments)) is not None:
+            return recorded[: numbers.num_logits]
         logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
         self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]
@@ -346,20 +353,12 @@ class ModelRunner:
             # Rows are gathered in full width and cut then, so that their stride is always the same.
             page_table_BN = self.tables.table_RN.index_select(0, sent[group.rows])[:, :width]
             stop = start + sum(group.query_lens)
-            batches.append(
-                AttentionBatch(
-                    group.phase,
-                    start,
-                    stop,
-                    group.query_lens,
-                    group.seq_lens,
-                    page_table_BN,
-                    sent_int32[group.cu_seqlens_q],
-                    sent_int32[group.seq_lens_at],
-                    sent[group.rows],
-                    exact_table_BN=self._exact_table(sent[group.rows], width),
-                )
-            )
+            batch = AttentionBatch(
+                group.phase, start, stop, group.query_lens, group.seq_lens, page_table_BN,
+                sent_int32[group.cu_seqlens_q], sent_int32[group.seq_lens_at], sent[group.rows],
+                exact_table_BN=self._exact_table(sent[group.rows], width),
+            )  # fmt: skip
+            batches.append(batch)
             start = stop
         slots_T = token_slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None

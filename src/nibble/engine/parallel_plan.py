@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.attention.planner.plan import graph_sizes
+from nibble.attention.planner.step_memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config
 from nibble.drafts import GPU_VERIFY_TOKENS

@@ -43,6 +43,7 @@ from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE
 from nibble.engine.graphs import CudaGraphs, Graphs, live
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner
+from nibble.engine.piecewise import PiecewiseSteps
 from nibble.engine.state_test import state_test
 from nibble.engine.warmup_steps import (
     DRAFTS,
@@ -62,6 +63,7 @@ from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
+from nibble.models.taps import TAPS
 
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
@@ -180,6 +182,8 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
         sizes = budget.graph_sizes
         if not isinstance(runner.run, HeadForward):
             runner.record(Graphs(sizes, runner.device, record, budget.verify_sizes))
+            if isinstance(record, CudaGraphs):
+                _record_pieces(runner, budget.piece_sizes, record, startup)
         elif budget.verify_sizes:
             runner.run.record(
                 runner, DraftGraphs(sizes, runner.device, record, budget.verify_sizes, runner.run)
@@ -188,6 +192,26 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
             startup.notes.append(why)
     elif config.graphs:
         startup.notes.append(reason)
+
+
+def _record_pieces(
+    runner: ModelRunner, sizes: Sequence[int], record: CudaGraphs, startup: StartupReport
+) -> None:
+    """Record steps with few tokens of prompts piecewise, where that is possible."""
+    assert runner.graphs
+    # Several ranks compute them kernel by kernel, and so does a model that leaves hidden states for a head.
+    if runner.run is None or runner.followers or runner.rows or hasattr(runner.model, TAPS):
+        return
+    meta = AttentionMetadata(torch.empty(0, device=runner.device), ())
+    pieces = PiecewiseSteps(runner.graphs, runner.run)
+    try:
+        pieces.record(sizes, record, StepContext(runner.plan, runner.pool, runner.backends, meta))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a kernel does that a graph cannot hold
+        startup.notes.append(f"steps with prompts run without CUDA graphs ({type(error).__name__}: {error})")
+    else:
+        runner.pieces = pieces
 
 
 def self_test(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nibble.attention.planner.memory import CPU_SHARE, GRAPH_ROW_BYTES, IDLE_FACTOR, RESERVE, MemoryPlan
+from nibble.attention.planner.memory import CPU_SHARE, GRAPH_ROW_BYTES, IDLE_FACTOR, MemoryPlan
 from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.step_memory import RESERVE
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
 from nibble.engine.graphs import Graphs, live

@@ -19,27 +19,17 @@ from functools import cached_property
 
 from nibble import formats
 from nibble.attention.planner import state_memory, verify_memory, window_memory
-from nibble.attention.planner.plan import PageSplit, Plan, Tier, cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.support import MAX_STAGED_TOKENS, Support
-from nibble.cache.layout import LayerLayout
+from nibble.attention.planner.plan import PageSplit, Plan, Tier, cuda_graph_blocker
+from nibble.attention.planner.step_memory import GRAPH_BYTES, LIBRARY_BYTES, RESERVE, StepMemory
 from nibble.config import format_size
-from nibble.drafts import verify_tokens
 from nibble.errors import CapacityError
-from nibble.hardware import GIB, Hardware, format_bytes
+from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import SPREAD_TOKENS, cdiv
-from nibble.model_spec import INDEX, LayerGroup, ModelSpec
+from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
-RESERVE = 0.05
-"""Part of the memory that nothing is planned into: what allocators waste, and what the formulas here miss."""
 MIN_RESERVE_LEFT = 0.25
 """Part of the reserve that must be left on a GPU after the start."""
-LIBRARY_BYTES = GIB
-"""On a GPU: the driver's context, the workspaces of matrix products, and the code of kernels."""
-GRAPH_BYTES = 16 << 20
-"""What a recorded decode step takes beside its buffers."""
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
-"""Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
 ERROR_MONITOR_BYTES = 256 << 20
 """What the error monitor takes on a GPU: reference rows (engine/error_monitor.py), and float32 copies of one layer's
 while they are compared."""
@@ -53,13 +43,8 @@ TOPK_COPIES = 4
 """int32 lists of chosen tokens alive at once: positions and slots, of the layer at hand and the one before."""
 CONTEXTS = (2048, 16384)
 """Tokens of requests that a plan says how many fit of."""
-ACTIVATION_WIDTHS = 24
-"""Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
-the MLP's two or three of four widths each, with room for an MLP of eight."""
 SPLIT_STATISTICS = 3
 """Float32 numbers that a split leaves beside its values: a peak, a total and a factor."""
-LOGIT_COPIES = 3
-"""float32 copies of the logits while sampling: as computed, sorted, and their probabilities."""
 TABLE_ALIGNMENT = 4
 """Columns of a page table come in groups of 16 bytes: Triton compiles a kernel anew for pointers off that grid."""
 GRAPH_ROW_BYTES = 3 * 8 + 4 + 8
@@ -109,6 +94,8 @@ class MemoryPlan:
     """Requests of recorded decode steps, ascending."""
     verify_sizes: tuple[tuple[int, int], ...]
     """Requests and tokens of a request of recorded steps with drafts, largest first."""
+    piece_sizes: tuple[int, ...]
+    """Tokens of steps with prompts that are recorded piecewise, ascending."""
     context: int
     """Tokens of the longest request."""
     table_width: int
@@ -149,89 +136,6 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """What a step of a model takes, whichever backends serve it."""
-
-    spec: CacheSpec
-    model: ModelSpec
-    device: Hardware
-    dtype: str
-
-    @cached_property
-    def step_tokens(self) -> int:
-        """Most tokens that one step computes."""
-        return self.spec.token_budget or (CPU_STEP_TOKENS if self.device.is_cpu else GPU_STEP_TOKENS)
-
-    @cached_property
-    def max_decodes(self) -> int:
-        """Most requests that one step decodes."""
-        return min(self.spec.max_running, self.step_tokens)
-
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Requests of the decode steps that run over stable buffers, where any can."""
-        return graph_sizes(self.max_decodes, has_experts=self.model.has_experts)
-
-    @property
-    def max_sampled(self) -> int:
-        """Most tokens that one step samples."""
-        with_drafts = min(verify_tokens(self.device.is_cpu), self.step_tokens) if self.spec.max_drafts else 0
-        return max(self.max_decodes, with_drafts)
-
-    @cached_property
-    def context(self) -> int:
-        """Tokens of the longest request."""
-        return min(self.spec.max_context or self.model.max_context, self.model.max_context)
-
-    @property
-    def reserve(self) -> int:
-        """Bytes that nothing is planned into."""
-        return int(self.device.memory * RESERVE)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of a value in the compute dtype."""
-        return 4 if self.dtype == "float32" else 2
-
-    @cached_property
-    def activation_bytes(self) -> int:
-        """What one step computes: ACTIVATION_WIDTHS hidden sizes a token, and float32 logits of sampled rows."""
-        hidden = self.step_tokens * self.model.hidden_size * self.value_bytes * ACTIVATION_WIDTHS
-        # Layers run one after the other, so the memory of the largest serves all.
-        hidden = max(hidden, state_memory.step_bytes(self.model, self.step_tokens, self.value_bytes))
-        return hidden + self.max_sampled * self.model.vocab_size * 4 * LOGIT_COPIES
-
-    @property
-    def free_for_pages(self) -> int:
-        """About what pages can have; less a pool of a given size, which is theirs already."""
-        # An estimate: what backends and tables take is known only once there is a plan.
-        libraries = 0 if self.device.is_cpu else LIBRARY_BYTES
-        used = self.activation_bytes + self.model.weight_bytes + self.reserve + libraries
-        return self.device.memory - used - (self.spec.kv_memory or 0)
-
-    def dequantized_bytes(self, layer: LayerLayout, page_size: int = 1) -> int:
-        """Return the workspace that dequantised pages of `layer` take.
-
-        tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
-        decoded). tokens: MAX_STAGED_TOKENS, or one request if that is longer, but no more than all requests
-        together.
-        """
-        longest = page_size * cdiv(self.context, page_size)
-        # cut_parts() in attention/staging.py cuts a batch into parts, but never a request.
-        tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
-        widest = max(entry.stream.values for entry in layer.streams)
-        return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
-
-    def workspace_bytes(self, row: Support, group: LayerGroup, width: int) -> int:
-        """Return what a kernel takes that dequantises prompts piece by piece; 0 where `row` has none.
-
-        Tokens of `width` bytes in the compute dtype, and float32 results of two parts of a step.
-        """
-        results = 2 * 4 * self.step_tokens * group.q_heads * group.head_dim
-        return row.workspace * width + results if row.workspace else 0
-
-
-@dataclass(frozen=True)
 class MemoryPlanner:
     """Divides a device's memory for a plan of routes and layouts."""
 
@@ -268,6 +172,7 @@ class MemoryPlanner:
             max_decodes=step.max_decodes,
             graph_sizes=step.graph_sizes,
             verify_sizes=self.verify_sizes,
+            piece_sizes=self.piece_sizes,
             context=step.context,
             table_width=self.table_width,
             request_tokens=self.spec.max_running * self.request_pages * layout.page_size,
@@ -349,6 +254,7 @@ class MemoryPlanner:
             return 0
         recorded = len(self.graph_sizes) + len(self.verify_sizes)
         graphs = recorded * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
+        graphs += self.step.piece_bytes if self.piece_sizes else 0
         monitor = ERROR_MONITOR_BYTES * self.spec.watches_fidelity
         return LIBRARY_BYTES + self.backend_bytes + monitor + graphs
 
@@ -365,6 +271,11 @@ class MemoryPlanner:
     def graph_sizes(self) -> tuple[int, ...]:
         """Requests of the decode steps that run over stable buffers; empty where there are none."""
         return () if self.device.is_cpu or cuda_graph_blocker(self.cache_plan) else self.step.graph_sizes
+
+    @property
+    def piece_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with prompts that are recorded piecewise; empty where there are none."""
+        return self.step.piece_sizes if self.graph_sizes and self.spec.graphs else ()
 
     @cached_property
     def verify_sizes(self) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,8 @@ from nibble import formats
 from nibble.attention.planner import evidence, support
 from nibble.attention.planner.defaults import BEST, Defaults
 from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
-from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
+from nibble.attention.planner.step_memory import StepMemory
 from nibble.attention.planner.support import BackendInfo, Need, Origin, SchemeGroup, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, unknown

@@ -211,6 +211,10 @@ STEPS = ((64, 8), (128, 16), (256, 32))
 """(up to, step) of the sizes that follow; beyond the last, steps of twice its step."""
 
 
+PIECE_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Tokens of steps with prompts that are recorded piecewise: beyond, the device takes longer than the host launches."""
+
+
 def graph_sizes(most: int, *, has_experts: bool = False) -> tuple[int, ...]:
     """Return the sizes of recorded steps in requests, ascending; the last has room for `most`.
 

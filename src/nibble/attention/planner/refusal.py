@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
-from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.options import ROUTED, Options, PlanRequest, route_cost
 from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.planner.step_memory import StepMemory
 from nibble.attention.planner.support import BackendInfo, Need, SchemeGroup
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError, Refusal, Suggestion

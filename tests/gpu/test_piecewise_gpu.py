@@ -1,0 +1,88 @@
+"""Steps with prompts that are recorded piecewise, on a GPU: answers of steps that are computed kernel by kernel.
+
+Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu/test_piecewise_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import make, tiny_config
+from nibble import LLM
+from nibble.engine import piecewise
+from nibble.models.hub import quiet
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PROMPTS = [
+    [(7 * i + j * j) % 250 + 1 for j in range(n)] for i, n in enumerate((40, 3, 161, 17, 390, 2, 700, 64, 33))
+]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+NEAR, KL = 0.1, 1e-3
+
+
+def saved(name: str, folder: Path) -> str:
+    config = tiny_config(name)
+    for field, value in WIDE.items():
+        if hasattr(config, field):
+            setattr(config, field, value)
+    with quiet():
+        make(name, config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
+    p, q = (logits_TV.float().log_softmax(-1) for logits_TV in (one_TV, other_TV))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def near_share(llm: LLM, prompts: list[list[int]]) -> float:
+    """How often a token is the likeliest, or nearly, of a whole prompt's logits, which no recorded step computes."""
+    outputs = llm.generate(prompts, max_tokens=24, temperature=0.0, ignore_eos=True, progress=False)
+    pieces, llm.engine.runner.pieces, hits = llm.engine.runner.pieces, None, []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.completions[0].token_ids)
+        logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
+        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
+        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
+    llm.engine.runner.pieces = pieces
+    return float(torch.cat(hits).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("demo", "bf16"), ("demo", "nvfp4"), ("demo-mla", "fp8_ds_mla"), ("demo-hybrid", "nvfp4"), ("qwen3_moe", "bf16"),
+     ("gpt_oss", "bf16")],
+)  # fmt: skip
+def test_pieces_give_the_answers_of_steps_as_they_are(
+    name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(__file__).parents[2] / "models" / name
+    if name.startswith("demo") and not list(folder.glob("*.safetensors")):
+        pytest.skip("the model is not here")
+    path = name if name.startswith("demo") else saved(name, tmp_path)
+    replays, replay = list[int](), piecewise._Size.replay
+
+    def counted(size: Any, ctx: Any) -> None:
+        replays.append(len(size.ids_T))
+        replay(size, ctx)
+
+    monkeypatch.setattr(piecewise._Size, "replay", counted)
+    options: dict[str, Any] = {"kv_memory": "512MiB", "max_running": 16, "token_budget": 300}
+    with LLM(path, kv_format=scheme, device="cuda", **options) as llm:
+        runner = llm.engine.runner
+        assert runner.pieces, llm.engine.startup.notes
+        replays.clear()
+        prompts = [prompt[: llm.engine.scheduler.limit - 32] for prompt in PROMPTS]
+        share = near_share(llm, prompts)
+        assert share > 0.97 and len(set(replays)) >= 2, (share, replays)
+        for prompt in prompts[:2]:  # of few rows, which pieces compute too
+            found_TV = llm.logits(prompt).float().cpu()
+            pieces, runner.pieces = runner.pieces, None
+            expected_TV = llm.logits(prompt).float().cpu()
+            runner.pieces = pieces
+            assert divergence(expected_TV, found_TV) < KL
