@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import paged
@@ -162,8 +162,15 @@ def plant(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
         manager.release(lease)
 
 
-def decode_step(llm: LLM, requests: int, context: int) -> Decode:
-    """The median time of a decode step of `requests`, each with `context` tokens, a multiple of the page size."""
+def decode_step(llm: LLM, requests: int, context: int, beside: int = 0) -> Decode:
+    """The median time of a decode step of `requests`, each with `context` tokens, a multiple of the page size.
+
+    Args:
+        llm: has room for one request more, where `beside` says so.
+        requests: that decode.
+        context: tokens that each has.
+        beside: tokens of a prompt that each step computes whole, and another each time; 0: none.
+    """
     engine = llm.engine
     engine.scheduler.manager.clear()
     prompts = [random_prompt(context + 1, engine.vocab_size, seed) for seed in range(requests)]
@@ -171,8 +178,12 @@ def decode_step(llm: LLM, requests: int, context: int) -> Decode:
     pieces: list[Delta] = []
     params = SamplingParams(max_tokens=STEPS + WARMUP, ignore_eos=True, temperature=0)
     tickets = [engine.submit(prompt, params, pieces.append) for prompt in prompts]
-    ends, seen = [], 0
+    ends, seen, others = [], 0, 0
     while engine.busy:
+        if beside and seen and any(ticket[0] in engine.scheduler.running for ticket in tickets):
+            others += 1
+            other = random_prompt(beside, engine.vocab_size, requests + others)
+            engine.submit(other, replace(params, max_tokens=1), lambda _: None)
         engine.step()
         full, seen = len(pieces) - seen == requests, len(pieces)
         ends.append(time.perf_counter() if full else None)

@@ -1,13 +1,13 @@
 """Two replicas against one, through the real server: output tokens a second of an 8B model with random weights.
 
     python benchmarks/replicas_gpu.py [--replicas 2] [--requests 256] [--prompt 256] [--answer 384] [--rounds 2]
-        [--kv-format nvfp4] [--scratch /dev/shm] [--tiny]
+        [--waves 3] [--kv-format nvfp4] [--scratch /dev/shm] [--tiny]
 
 Two servers stand side by side in the same GPUs' memory: one engine, and a replica on each GPU; only one of them has
-work at a time. Each is given as many requests as keep all of its engines at `--requests` answers at a time, of random
-tokens that no two share, and as many again as one engine gets. Answers are awaited whole, so that tokens pass the front
-as they come and go to their clients once. Gate: greedy answers to prompts that are asked alone are those of one engine,
-on every replica, and each replica serves its share.
+work at a time. Each is kept at `--requests` answers at a time for each of its engines, of random tokens that no two
+share, and then at as many as one engine gets; a request follows as another ends. Answers have `--answer` tokens and a
+quarter more or less. They are awaited whole. Gate: greedy answers to prompts that are asked alone are those of one
+engine, on every replica, and each replica serves its share.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from report import Aim, aims_table, markdown, ratio
@@ -43,7 +44,8 @@ class Run:
     """One server under load."""
 
     engines: int
-    requests: int
+    at_a_time: int
+    """Requests."""
     tokens: int
     seconds: float
     served: tuple[int, ...]
@@ -69,7 +71,7 @@ def started(folder: Path, engines: int, options: argparse.Namespace) -> Iterator
     command = [
         sys.executable, "-m", "nibble", "serve", str(folder), "--port", str(port), "--replicas", str(engines),
         "--kv-format", options.kv_format, "--kv-scales", "one", "--kv-window", "0", "--kv-transforms", "none",
-        "--max-running", str(options.requests), "--max-context", str(options.prompt + options.answer + 64),
+        "--max-running", str(options.requests), "--max-context", str(options.prompt + 2 * options.answer),
         "--max-queue", "8192", *options.engine,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
@@ -105,35 +107,61 @@ def random_prompts(count: int, length: int, seed: int, vocabulary: int) -> list[
     return [rng.choices(range(vocabulary), k=length) for _ in range(count)]
 
 
-async def answer(
-    client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, **fields: Any
-) -> dict[str, Any]:
-    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
-    response = await client.post("/v1/completions", content=json.dumps(body).encode(), timeout=300)
-    data: dict[str, Any] = response.json()
-    if response.status_code != 200 or data["usage"]["completion_tokens"] != tokens:
-        raise SystemExit(f"a request failed: {data}")
+def said(prompt: Sequence[int], tokens: int, **fields: Any) -> bytes:
+    """A request, as it goes over the wire."""
+    values = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+    body = json.dumps(values).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: nibble\r\nConnection: close\r\nContent-Type: application/json"
+    )
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def ask(url: str, request: bytes) -> bytes:
+    """All that the server says to it. A plain socket: clients with pools of connections take longer than the server."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(request)
+    found = await reader.read()
+    writer.close()
+    return found
+
+
+def answer(raw: bytes, tokens: int) -> dict[str, Any]:
+    """What a completion says; raises SystemExit where it is none of so many tokens."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    if b" 200 " not in head[:16]:
+        raise SystemExit(f"a request failed: {raw[:500]!r}")
+    data: dict[str, Any] = json.loads(body)
+    if data["usage"]["completion_tokens"] != tokens:
+        raise SystemExit(f"an answer has not {tokens} tokens: {data['usage']}")
     return data
 
 
-def connection(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"Content-Type": "application/json"}
-    return httpx.AsyncClient(base_url=url, limits=limits, headers=headers)
+async def load(url: str, engines: int, at_a_time: int, options: argparse.Namespace, seed: int) -> Run:
+    """Answer some times so many requests, so many at a time, and return what it took."""
+    rng = random.Random(seed)
+    count = options.waves * at_a_time
+    prompts = random_prompts(count, options.prompt, seed, options.vocabulary)
+    # Of other lengths, or all would end and be followed in the same step.
+    answers = [rng.randint(options.answer * 3 // 4, options.answer * 5 // 4) for _ in range(count)]
+    bodies = [said(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+    places = asyncio.Semaphore(at_a_time)
 
+    async def ask_in_turn(body: bytes) -> bytes:
+        async with places:
+            return await ask(url, body)
 
-async def load(url: str, engines: int, requests: int, options: argparse.Namespace, seed: int) -> Run:
-    """All requests at once, and what it took."""
-    prompts = random_prompts(requests, options.prompt, seed, options.vocabulary)
     before = finished(url, engines)
-    async with connection(url) as client:
-        start = time.perf_counter()
-        await asyncio.gather(*(answer(client, prompt, options.answer) for prompt in prompts))
-        seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    found = await asyncio.gather(*(ask_in_turn(body) for body in bodies))
+    seconds = time.perf_counter() - start
+    for one, tokens in zip(found, answers, strict=True):
+        answer(one, tokens)
     await asyncio.sleep(1.2)  # until the engines' counts have come
     after = finished(url, engines)
     share = tuple(b - a for a, b in zip(before, after, strict=True))
-    return Run(engines, requests, requests * options.answer, seconds, share)
+    return Run(engines, at_a_time, sum(answers), seconds, share)
 
 
 def finished(url: str, engines: int) -> list[int]:
@@ -149,24 +177,26 @@ def logprobs(data: dict[str, Any]) -> list[float]:
 async def gate(one: str, several: str, engines: int, options: argparse.Namespace) -> None:
     """Raise SystemExit where a replica answers anything else than one engine does."""
     prompts = random_prompts(GATE_PROMPTS, min(192, options.prompt), 7, options.vocabulary)
-    fields = {"logprobs": 0}
     served = [0] * engines
-    async with connection(one) as first, connection(several) as second:
-        for prompt in prompts:
-            expected = logprobs(await answer(first, prompt, GATE_TOKENS, **fields))
-            before = finished(several, engines)
-            # Salts share no pages, so that nothing but load decides who serves; it is asked until all have.
-            for salt in range(8 * engines):
-                found = await answer(second, prompt, GATE_TOKENS, cache_salt=f"{salt}", **fields)
-                given = logprobs(found)
-                # There is no tokenizer, and another token would have another probability.
-                if max(abs(a - b) for a, b in zip(given, expected, strict=True)) > LOGPROB_ERROR:
-                    raise SystemExit(f"gate: a replica says {given}, one engine {expected}")
-            await asyncio.sleep(1.2)
-            gained = [b - a for a, b in zip(before, finished(several, engines), strict=True)]
-            served = [total + more for total, more in zip(served, gained, strict=True)]
-            if min(served) > 0 and prompt is prompts[1]:
-                break
+
+    async def probabilities(url: str, prompt: Sequence[int], **fields: Any) -> list[float]:
+        request = said(prompt, GATE_TOKENS, logprobs=0, **fields)
+        return logprobs(answer(await ask(url, request), GATE_TOKENS))
+
+    for prompt in prompts:
+        expected = await probabilities(one, prompt)
+        before = finished(several, engines)
+        # Salts share no pages, so that nothing but load decides who serves; it is asked until all have.
+        for salt in range(8 * engines):
+            given = await probabilities(several, prompt, cache_salt=f"{salt}")
+            # There is no tokenizer, and another token would have another probability.
+            if max(abs(a - b) for a, b in zip(given, expected, strict=True)) > LOGPROB_ERROR:
+                raise SystemExit(f"gate: a replica says {given}, one engine {expected}")
+        await asyncio.sleep(1.2)
+        gained = [b - a for a, b in zip(before, finished(several, engines), strict=True)]
+        served = [total + more for total, more in zip(served, gained, strict=True)]
+        if min(served) > 0 and prompt is prompts[1]:
+            break
     if min(served) == 0:
         raise SystemExit(f"gate: a replica served nothing: {served}")
 
@@ -177,17 +207,17 @@ async def measure(one: str, several: str, options: argparse.Namespace) -> list[R
     best: dict[tuple[int, int], Run] = {}
     many = options.requests * options.replicas
     for round_ in range(options.rounds):
-        for url, engines, requests in (
+        for url, engines, at_a_time in (
             (one, 1, options.requests), (several, options.replicas, many), (several, options.replicas, options.requests)
         ):  # fmt: skip
             run = await load(
-                url, engines, requests, options, 100 * round_ + 10 * engines + (requests == many)
+                url, engines, at_a_time, options, 100 * round_ + 10 * engines + (at_a_time == many)
             )
             print(
-                f"{engines} engines, {requests} requests: {run.tokens_s:.0f} tokens/s, {run.served}",
+                f"{engines} engines, {at_a_time} at a time: {run.tokens_s:.0f} tokens/s, {run.served}",
                 flush=True,
             )
-            key = engines, requests
+            key = engines, at_a_time
             best[key] = max(best.get(key, run), run, key=lambda one: one.tokens_s)
     return list(best.values())
 
@@ -195,16 +225,16 @@ async def measure(one: str, several: str, options: argparse.Namespace) -> list[R
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
     one, many, same = runs
     rows = [
-        (run.engines, run.requests, f"{run.seconds:.2f}", f"{run.tokens_s:.0f}",
+        (run.engines, run.at_a_time, f"{run.seconds:.2f}", f"{run.tokens_s:.0f}",
          f"{run.tokens_s / one.tokens_s:.3f}", run.served) for run in runs
     ]  # fmt: skip
-    head = ("engines", "requests", "s", "output tokens/s", "times one engine", "served by each")
+    head = ("engines", "at a time", "s", "output tokens/s", "times one engine", "served by each")
     aim = Aim(
         "replicas", f"{options.requests} answers at a time on each of {options.replicas}", FLOOR, AIM,
         ratio(many.tokens_s, one.tokens_s),
     )  # fmt: skip
     even = max(same.served) * options.replicas / sum(same.served)
-    return f"{markdown(head, rows)}\n\n{aims_table([aim])}\n\nbusiest over mean, {same.requests} requests: {even:.3f}"
+    return f"{markdown(head, rows)}\n\n{aims_table([aim])}\n\nbusiest over mean, {same.at_a_time} at a time: {even:.3f}"
 
 
 def main() -> None:
@@ -213,6 +243,7 @@ def main() -> None:
     )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--requests", type=int, default=256, help="answers at a time of one engine")
+    parser.add_argument("--waves", type=int, default=3, help="times so many requests in all")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--answer", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=2)

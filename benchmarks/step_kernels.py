@@ -1,16 +1,23 @@
 """Where the time of a step goes: its kernels by the profiler, beside the time of the step, on one GPU.
 
     python benchmarks/step_kernels.py [--model llama-3.1-8b] [--weights int4] [--scheme nvfp4]
-        [--decodes 8,32] [--context 1K] [--prompts 16K] [--rows 30]
+        [--decodes 8,32] [--context 1K] [--beside 0,256] [--prompts 16K] [--rows 30]
 
-Random weights; the gate is engine_gpu.py's. Kernels of replayed graphs are counted one by one. Those that begin
-before the one in front has ended (early launches) overlap, so that their times may add up to more than the step's.
+`--beside 256`: each decode step computes a prompt of so many tokens, too. `host`: the time of a step in which the host
+does not wait for the device. Random weights; the gate is engine_gpu.py's. Kernels of replayed graphs are counted one by
+one. Those that begin before the one in front has ended (early launches) overlap, so that their times may add up to more
+than the step's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from unittest import mock
 
 import engine_load as load
 import paged
@@ -22,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gpu
 from nibble import LLM
+from nibble.engine.sampler import SampledTokens
 
 EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
@@ -41,6 +49,22 @@ def kernel_times(run: Callable[[], object]) -> dict[str, tuple[int, float]]:
     }
 
 
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of each wait for what a step has sampled."""
+    seconds, read = list[float](), SampledTokens.read_ids
+
+    def timed(sampled: SampledTokens) -> list[int]:
+        start = time.perf_counter()
+        try:
+            return read(sampled)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    with mock.patch.object(SampledTokens, "read_ids", timed):
+        yield seconds
+
+
 def table(times: dict[str, tuple[int, float]], steps: int, rows: int) -> str:
     """Return the longest kernels of a step, of which `steps` were profiled."""
     total = sum(time for _, time in times.values())
@@ -57,10 +81,16 @@ def measure(llm: LLM, options: argparse.Namespace) -> None:
     """Print the times of decode steps and prompts, and their kernels."""
     load.fill_pool(llm)
     context = paged.tokens(options.context)
-    for requests in [int(n) for n in options.decodes.split(",") if n]:
-        ms = load.decode_step(llm, requests, context).ms
-        times = kernel_times(lambda n=requests: load.decode_step(llm, n, context))
-        print(f"\n**{requests} requests of {context}: {ms:.3f} ms a step**\n")
+    steps = product(options.decodes.split(","), map(paged.tokens, options.beside.split(",")))
+    for requests, beside in [(int(n), beside) for n, beside in steps if n]:
+        run = partial(load.decode_step, llm, requests, context, beside)
+        run()  # as the first run of a shape may compile
+        with waiting() as waited:
+            ms = run().ms
+        host = ms - sorted(waited)[len(waited) // 2] * 1e3
+        times = kernel_times(run)
+        what = f"{requests} requests of {context}" + (f" beside a prompt of {beside}" if beside else "")
+        print(f"\n**{what}: {ms:.3f} ms a step, host {host:.3f} ms**\n")
         print(table(times, load.STEPS + load.WARMUP, options.rows), flush=True)
     for length in [paged.tokens(text) for text in options.prompts.split(",") if text]:
         rate = load.prefill_rate(llm, length, 2 * length)
@@ -102,6 +132,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--decodes", default="8,32")
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--context", default="1K")
+    parser.add_argument("--beside", default="0", help="tokens of a prompt in each decode step")
     parser.add_argument("--prompts", default="16K")
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=30, help="kernels that are shown")
