@@ -262,6 +262,14 @@ class StepStates:
             self._cut[chunk] = tuple(cut_at_chunks(batch, page_size, chunk) for batch in meta.batches)
         return self._cut[chunk]
 
+    def zeros(self, rows: int, like: Tensor) -> Tensor:
+        """Return rows of zeros, like those of a tensor, which layers share."""
+        key = rows, like.shape[1:], like.dtype
+        if key not in self._shared:
+            self._shared[key] = like.new_zeros(rows, *like.shape[1:])
+        zeros: Tensor = self._shared[key]
+        return zeros
+
     def split_choice(
         self, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor, exact: ExactCache
     ) -> SplitChoice:
@@ -340,8 +348,9 @@ class StepContext:
 
 
 def attention(
-    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], params: AttentionParams
-) -> Tensor:
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], params: AttentionParams,
+    out_THD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Store the layer's new streams and attend over all that is stored.
 
     A layer that shares another's KV stores nothing, and reads its owner's pages.
@@ -352,6 +361,7 @@ def attention(
         q_THD: the query, padding rows included.
         streams: the new tokens' values [T, H, D] by stream.
         params: what the layer asks for.
+        out_THD: where to leave what is returned, if anywhere.
 
     Returns:
         [T, H, Dv], zeros in padding rows.
@@ -362,7 +372,8 @@ def attention(
     owner, meta = ctx.plan.owner[layer], ctx.meta
     slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     # Padding rows have no slot. They are the last rows, so they are cut off.
-    streams = {name: x[: len(slot_mapping_T)] for name, x in streams.items()}
+    count = slot_mapping_T.shape[0]
+    streams = {name: x[:count] for name, x in streams.items()}
     if owner == layer:
         ctx.pool.write(layer, streams, slot_mapping_T, meta.exact_slot_mapping_T)
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
@@ -388,11 +399,10 @@ def attention(
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise BackendError(f"backend {route} failed in {batch.phase}: {reason}") from error
-    padding = len(q_THD) - sum(map(len, outputs))
-    if padding:
+    if padding := q_THD.shape[0] - count:
         # The model expects a row of output for each row of input.
-        outputs.append(outputs[0].new_zeros(padding, *outputs[0].shape[1:]))
-    out_THD = _concatenate(outputs)
+        outputs.append(ctx.states.zeros(padding, outputs[0]))
+    out_THD = _concatenate(outputs) if out_THD is None else torch.cat(outputs, out=out_THD)
     if ctx.observer is not None:
         ctx.observer.observe(layer, q_THD, streams, params, out_THD)
     return out_THD

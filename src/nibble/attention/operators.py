@@ -43,11 +43,13 @@ class Step:
         self.number = torch.tensor(number, device="cpu")
         """int64 [] on the CPU, where reading it waits for nothing. A compiler makes constants of plain numbers."""
         self.context: StepContext | None = None
+        self.out: Tensor | None = None
+        """Where the next operator may leave what it returns."""
         _steps[number] = self
 
     def __getstate__(self) -> dict[str, object]:
         """Return what models/compile_cache.py keeps of a step on disk: nothing of its pool and kernels."""
-        return {"number": self.number, "context": None}
+        return {"number": self.number, "context": None, "out": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,20 @@ class Seam:
         """Return a tensor as the operator returns one, of any values."""
         return self._fake(*self.arguments)
 
-    def call(self, ctx: StepContext) -> Tensor:
-        """Compute what the operator returns in a step."""
-        self.step.context = ctx
-        return self._body(*self.arguments)
+    def call(self, ctx: StepContext, out: Tensor) -> None:
+        """Compute in a step what the operator returns.
+
+        Args:
+            ctx: of the step.
+            out: gets it.
+        """
+        self.step.context, self.step.out = ctx, out
+        try:
+            result = self._body(*self.arguments)
+        finally:
+            self.step.out = None
+        if result is not out:
+            out.copy_(result)
 
 
 def attention_op(
@@ -163,9 +175,12 @@ def selective_op(step: Step, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Te
 
 
 def _context(step: Tensor) -> StepContext:
-    ctx = _steps[int(step)].context
-    assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
-    return ctx
+    return _context_of(_steps[int(step)])
+
+
+def _context_of(owner: Step) -> StepContext:
+    assert owner.context is not None, "the owner of a compiled model sets a context before it runs it"
+    return owner.context
 
 
 def _attention(
@@ -174,8 +189,9 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
     streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
+    owner = _steps[int(step)]
     # contiguous, as the fake implementation promises
-    return attention(_context(step), layer, q, streams_by_name, params).contiguous()
+    return attention(_context_of(owner), layer, q, streams_by_name, params, owner.out).contiguous()
 
 
 def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:

@@ -103,17 +103,18 @@ class _Size:
         self.seams: Sequence[tuple[Seam, Tensor]] = ()
 
     def fill(self, token_ids_T: Tensor, positions_T: Tensor, logit_rows_S: Tensor) -> None:
-        """Take the inputs of a step; behind them are those of an earlier one."""
+        """Take the inputs of a step; behind them are tokens 0, and positions of an earlier one, which nothing reads."""
         for target, source in (
             (self.ids_T, token_ids_T), (self.positions_T, positions_T), (self.rows_S, logit_rows_S)
         ):  # fmt: skip
             target[: len(source)].copy_(source)
+        self.ids_T[len(token_ids_T) :].zero_()
 
     def replay(self, ctx: StepContext) -> None:
         """Compute the step from its inputs to its logits."""
         for piece, (seam, out) in zip(self.pieces, self.seams, strict=False):
             piece()
-            out.copy_(seam.call(ctx))
+            seam.call(ctx, out)
         self.pieces[-1]()
 
 

@@ -163,7 +163,7 @@ class HeadsAppend:
     ) -> None:
         """Store `k` and `v`."""
         k, v = _readable(streams["k"]), _readable(streams["v"])
-        tokens = len(slot_mapping_T)
+        tokens = slot_mapping_T.shape[0]
         assert self._exact or exact_slot_mapping_T is None, "there are exact slots, but no exact pages"
         exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
         if tokens:

@@ -285,20 +285,20 @@ def _part(q_THD: Tensor, pages: _Pages, step: Pass) -> PartialAttention:
 
 
 def _launch(q_THD: Tensor, pages: _Pages, step: Pass, out_THD: Tensor, lse_HT: Tensor | None) -> None:
-    (_, heads, dim), params = q_THD.shape, pages.params
+    (_, heads, dim), params, count = q_THD.shape, pages.params, step.items_J8.shape[0]
     keys, values = stage(pages.k, pages.v, pages.page_table_BN, step.spans_I4, q_THD.dtype)
     sinks = None if params.sinks_H is None else params.sinks_H.float().contiguous()
     window, softcap = params.window or 0, params.softcap or 0.0
     # What a score is capped at, in scores that are not scaled yet.
     cap = softcap / params.scale if softcap else 1.0
     kernel = _kernel(q_THD.device, dim, q_THD.dtype, bool(softcap), bool(window))
-    grid = min(gpu_of(q_THD.device).processors, len(step.items_J8) * heads)
+    grid = min(gpu_of(q_THD.device).processors, count * heads)
     kernel.launch(
         grid, THREADS, _shared(dim), _TYPES,
         (
             *(tensor_map(x, (n, 1, COLUMN)) for x, n in ((q_THD, ROWS), (keys, KEYS), (values, KEYS))),
             *(0 if x is None else x.data_ptr() for x in (step.items_J8, sinks, out_THD, lse_HT)),
-            params.scale * LOG2E.value, cap, len(step.items_J8), heads, heads // pages.k.heads,
+            params.scale * LOG2E.value, cap, count, heads, heads // pages.k.heads,
             0 if lse_HT is None else lse_HT.stride(0), window,
         ),
     )  # fmt: skip

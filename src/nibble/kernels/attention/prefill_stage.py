@@ -77,10 +77,11 @@ def stage(
         dtype: Of the result.
     """
     assert k.dim == v.dim, "keys and values are of one size here"
-    shape, device = (len(spans_I4) * KEYS, k.heads, k.dim), page_table_BN.device
+    count, device = spans_I4.shape[0], page_table_BN.device
+    shape = count * KEYS, k.heads, k.dim
     out_k, out_v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     # What words are decoded into holds every value exactly.
     stored = (tiles.Tiles.of(x, DECODERS[x.format.name].half or torch.float32) for x in (k, v))
     arguments = (*stored, page_table_BN, page_table_BN.stride(0), spans_I4, out_k, out_v, k.dim, KEYS)
-    _launches(k)(stage_kernel, (len(spans_I4), k.heads, 2), (out_k, (id(v),)), arguments, num_warps=WARPS)
+    _launches(k)(stage_kernel, (count, k.heads, 2), (out_k, (id(v),)), arguments, num_warps=WARPS)
     return out_k, out_v
