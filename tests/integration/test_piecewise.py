@@ -125,11 +125,15 @@ def saved(name: str, folder: Path) -> str:
         ("deepseek_v32", {"kv_format": "bf16"}),
         ("qwen3_5_text", {"kv_format": "bf16"}),
         ("falcon_h1", {"kv_format": "bf16"}),
+        ("qwen3", {"kv_format": "nvfp4", "kv_window": 16, "kv_sinks": 16, "page_size": 16}),
+        ("qwen3", {"kv_format": "k8v4"}),
+        ("qwen3", {"kv_format": "bf16", "speculative": "lookup"}),
+        ("deepseek_v32", {"kv_format": "bf16", "hisparse": "on"}),
     ],
-    ids=lambda x: x if isinstance(x, str) else next(iter(x.values())),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_pieces_give_the_answers_of_steps_as_they_are(
-    name: str, options: dict[str, str], tmp_path: Path
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     path = saved(name, tmp_path)
     with LLM(path, **OPTIONS, **options) as llm:
