@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_piecewise
 import torch
 from safetensors.torch import load_file, save_file
 from test_compile import unpacked
@@ -378,6 +379,18 @@ def test_recorded_steps_leave_their_hidden_states(
         )
     finally:
         backends.unregister(backend.name)
+
+
+def test_pieces_leave_their_hidden_states(target: Path, eagles: dict[str, Path]) -> None:
+    """Steps with prompts that are recorded between attention operators, as on a GPU."""
+    llm = engine(
+        target, kv_format="fp32", token_budget=60, speculative=f"eagle3:{eagles['raw']},kv_format=fp32"
+    )
+    tapes = test_piecewise.recorded(llm)
+    with overheard() as said:
+        answers(llm, PROMPTS, **{**GREEDY, "max_tokens": 6})
+    assert tapes.replayed and llm.engine.runner.pieces.states is not None  # type: ignore[union-attr]
+    assert error(said[:12], eagle3_reference(target, eagles["raw"], "raw")) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["raw", "mimo"])

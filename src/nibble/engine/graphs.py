@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 def rows_of(size: int) -> int:
     """Return the rows of a recorded decode step of `size` requests."""
     return max(size, MIN_ROWS)
+
+
+def parts_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits and the hidden states of a pass; most models leave none."""
+    return output if isinstance(output, tuple) else (output, None)
 
 
 class Graphs:

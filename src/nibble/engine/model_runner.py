@@ -38,7 +38,7 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Copy
 from nibble.cache.state_pool import StatePool
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.graphs import Graphs, rows_of
+from nibble.engine.graphs import Graphs, parts_of, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.parallel_steps import numbers_by_rank, recorded_numbers_by_rank
 from nibble.engine.piecewise import PiecewiseSteps
@@ -318,12 +318,13 @@ class ModelRunner:
         context = self._context(meta, probe, state_batch)
         if self.rows and numbers.rank_rows:
             with self.rows.step(numbers.rank_rows, self.device):
-                return _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))[0]
+                return parts_of(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))[0]
         arguments = self._run, token_ids_T, positions_T, logit_rows_S, context
         # A probe keeps what attention is given, which lies in memory that the next piece uses again.
         if self.pieces and not probe and (recorded := self.pieces.compute(*arguments)) is not None:
+            self.hidden_states = None if self.pieces.states is None else self.pieces.states[:count]
             return recorded[: numbers.num_logits]
-        logits, states = _parts(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
+        logits, states = parts_of(self._run(token_ids_T[None], positions_T[None], logit_rows_S, context))
         self.hidden_states = None if states is None else states[:count]
         return logits[: numbers.num_logits]
 
@@ -515,7 +516,7 @@ class ModelRunner:
         ctx = self._context(meta, probe, state_batch)
         with first_row_only(size == 1 and not self.rows), equal_rows(self.rows, rows_B):
             output = self._run(token_ids_B[None], valid_B[None], graphs.rows[: len(rows_B)], ctx)
-        graphs.store_logits(*_parts(output))
+        graphs.store_logits(*parts_of(output))
 
     # Steps with drafts
 
@@ -590,9 +591,4 @@ class ModelRunner:
         ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
         rows_S = graphs.logit_rows(size, inputs)
         with equal_rows(self.rows, ids_T):
-            graphs.store_logits(*_parts(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
-
-
-def _parts(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the logits and the hidden states of a pass; most models leave none."""
-    return output if isinstance(output, tuple) else (output, None)
+            graphs.store_logits(*parts_of(self._run(ids_T[None], positions_T[None], rows_S, ctx)))

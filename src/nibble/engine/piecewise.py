@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Seam
-from nibble.engine.graphs import Graphs
+from nibble.engine.graphs import Graphs, parts_of
 from nibble.garbage import pause_gc
 from nibble.models.forward import Forward
 
@@ -129,6 +129,8 @@ class PiecewiseSteps:
     def __init__(self, graphs: Graphs, run: Forward) -> None:
         self._run, self._graphs = run, graphs
         self._recorded = list[_Size]()
+        self.states: Tensor | None = None
+        """Hidden states [T, X] of the newest step, where a head drafts for the model."""
 
     @torch.inference_mode()
     def record(self, sizes: Sequence[int], recorder: Recorder, ctx: StepContext) -> None:
@@ -164,7 +166,13 @@ class PiecewiseSteps:
         with warnings.catch_warnings():
             # Two operators may follow each other.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            self._graphs.store_logits(self._run(size.ids_T[None], size.positions_T[None], size.rows_S, ctx))
+            output = self._run(size.ids_T[None], size.positions_T[None], size.rows_S, ctx)
+        logits_SV, states_TX = parts_of(output)
+        self._graphs.store_logits(logits_SV)
+        if states_TX is not None:
+            if self.states is None:
+                self.states = torch.empty_like(states_TX)
+            self.states[: len(states_TX)].copy_(states_TX)
 
     def compute(
         self, run: Forward, token_ids_T: Tensor, positions_T: Tensor, logit_rows_S: Tensor, ctx: StepContext

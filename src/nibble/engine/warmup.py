@@ -63,7 +63,6 @@ from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
-from nibble.models.taps import TAPS
 
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
@@ -199,8 +198,8 @@ def _record_pieces(
 ) -> None:
     """Record steps with few tokens of prompts piecewise, where that is possible."""
     assert runner.graphs
-    # Several ranks compute them kernel by kernel, and so does a model that leaves hidden states for a head.
-    if runner.run is None or runner.followers or runner.rows or hasattr(runner.model, TAPS):
+    # Several ranks compute them kernel by kernel.
+    if runner.run is None or runner.followers or runner.rows:
         return
     meta = AttentionMetadata(torch.empty(0, device=runner.device), ())
     pieces = PiecewiseSteps(runner.graphs, runner.run)
