@@ -166,7 +166,7 @@ def decode_step(llm: LLM, requests: int, context: int, beside: int = 0) -> Decod
     """The median time of a decode step of `requests`, each with `context` tokens, a multiple of the page size.
 
     Args:
-        llm: has room for one request more, where `beside` says so.
+        llm: has room for two requests more, where `beside` says so.
         requests: that decode.
         context: tokens that each has.
         beside: tokens of a prompt that each step computes whole, and another each time; 0: none.
@@ -178,13 +178,22 @@ def decode_step(llm: LLM, requests: int, context: int, beside: int = 0) -> Decod
     pieces: list[Delta] = []
     params = SamplingParams(max_tokens=STEPS + WARMUP, ignore_eos=True, temperature=0)
     tickets = [engine.submit(prompt, params, pieces.append) for prompt in prompts]
-    ends, seen, others = [], 0, 0
+    others = [
+        random_prompt(beside, engine.vocab_size, requests + i) for i in range(beside and params.max_tokens)
+    ]
+    ends, seen, answered = [], 0, list[Delta]()
     while engine.busy:
-        if beside and seen and any(ticket[0] in engine.scheduler.running for ticket in tickets):
-            others += 1
-            other = random_prompt(beside, engine.vocab_size, requests + others)
-            engine.submit(other, replace(params, max_tokens=1), lambda _: None)
+        if seen and others:
+            engine.submit(others.pop(), replace(params, max_tokens=1), answered.append)
+        before = len(answered)
         engine.step()
+        # Prompts that wait for a place are beside nothing.
+        if (
+            beside
+            and WARMUP * requests < seen < (params.max_tokens - 1) * requests
+            and len(answered) == before
+        ):
+            raise SystemExit("a step computed no prompt beside its decodes: leave room for two requests more")
         full, seen = len(pieces) - seen == requests, len(pieces)
         ends.append(time.perf_counter() if full else None)
     if any(piece.error for piece in pieces):

@@ -140,11 +140,12 @@ def answer(raw: bytes, tokens: int) -> dict[str, Any]:
 
 async def load(url: str, engines: int, at_a_time: int, options: argparse.Namespace, seed: int) -> Run:
     """Answer some times so many requests, so many at a time, and return what it took."""
-    rng = random.Random(seed)
     count = options.waves * at_a_time
     prompts = random_prompts(count, options.prompt, seed, options.vocabulary)
-    # Of other lengths, or all would end and be followed in the same step.
-    answers = [rng.randint(options.answer * 3 // 4, options.answer * 5 // 4) for _ in range(count)]
+    # Of other lengths, or all would end and be followed in the same step; as many of each length for each engine.
+    rng, shortest, longest = random.Random(0), options.answer * 3 // 4, options.answer * 5 // 4
+    lengths = [rng.randint(shortest, longest) for _ in range(options.waves * options.requests)]
+    answers = [tokens for tokens in lengths for _ in range(at_a_time // options.requests)]
     bodies = [said(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
     places = asyncio.Semaphore(at_a_time)
 

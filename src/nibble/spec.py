@@ -135,6 +135,8 @@ class CacheSpec:
     token_budget: int | None
     prefix_cache: bool
     graphs: bool
+    piecewise: bool
+    """Whether steps with prompts are recorded, as far as they can be."""
     deterministic: bool
     watches_fidelity: bool
     window: int | None
@@ -176,6 +178,8 @@ class CacheSpec:
             token_budget=config.token_budget,
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
+            # A model that is divided, or runs as it is written, is not recorded so (engine/warmup.py).
+            piecewise=config.graphs and config.compile and config.tp == 1,
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
             window=_window(config, file),

@@ -179,6 +179,15 @@ def test_steps_that_no_size_has_room_for_are_computed_as_they_are(small: LLM) ->
     assert tapes.replayed
 
 
+def test_logits_of_several_chunks_are_those_of_each(tmp_path: Path) -> None:
+    prompt = [(5 * i + i * i) % 60 + 1 for i in range(120)]
+    with LLM(saved("qwen3", tmp_path), kv_format="bf16", **{**OPTIONS, "token_budget": 48}) as llm:
+        expected_TV = llm.logits(prompt)
+        tapes = recorded(llm)
+        assert torch.allclose(llm.logits(prompt), expected_TV, atol=1e-4)
+        assert tapes.replayed
+
+
 def test_a_model_without_operators_is_refused(small: LLM) -> None:
     runner = small.engine.runner
     pieces = PiecewiseSteps(Graphs((64,), runner.device, live), forward.plain(runner.model))

@@ -523,8 +523,9 @@ def _concatenate(outputs: list[Tensor]) -> Tensor:
 
 
 def select_topk(
-    ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
-) -> Tensor:
+    ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int,
+    out_TK: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Store the layer's new index keys, and choose the tokens that each query looks at.
 
     Args:
@@ -534,6 +535,7 @@ def select_topk(
         key_T1D: its new keys.
         weights_TH: weights of its heads.
         top_k: tokens to choose.
+        out_TK: where to leave what is returned, if anywhere: another stream reads it until attention has waited.
 
     Returns:
         int32 [T, top_k], positions; PAD_INDEX behind the last.
@@ -542,18 +544,17 @@ def select_topk(
     ctx.pool.write(layer, {INDEX: key_T1D[: len(slot_mapping_T)]}, slot_mapping_T)
     keys = ctx.pool.view(layer).streams[INDEX].paged
     # Padding rows belong to no batch, and choose nothing.
-    topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
+    if out_TK is None:
+        out_TK = q_THD.new_empty(len(q_THD), top_k, dtype=torch.int32)
+    out_TK.fill_(PAD_INDEX)
     fetches: list[PendingFetch] = []
     for batch in ctx.meta.batches:
-        rows = slice(batch.start, batch.stop)
-        longest = max(batch.seq_lens)
-        topk_indices_TK[rows] = indexer.select_topk(
-            keys, batch, q_THD[rows], weights_TH[rows], top_k, longest
-        )
+        rows, longest = slice(batch.start, batch.stop), max(batch.seq_lens)
+        out_TK[rows] = indexer.select_topk(keys, batch, q_THD[rows], weights_TH[rows], top_k, longest)
         # With a host tier the tokens of this batch are fetched while the next one chooses.
-        fetches.append(_start_fetch(ctx, layer, batch, topk_indices_TK[rows]))
+        fetches.append(_start_fetch(ctx, layer, batch, out_TK[rows]))
     ctx.pending[layer] = fetches
-    return topk_indices_TK
+    return out_TK
 
 
 def _start_fetch(

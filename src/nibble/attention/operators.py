@@ -199,7 +199,8 @@ def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_
 
 
 def _select(q: Tensor, key: Tensor, weights: Tensor, step: Tensor, layer: int, top_k: int) -> Tensor:
-    return select_topk(_context(step), layer, q, key, weights, top_k)
+    owner = _steps[int(step)]
+    return select_topk(_context_of(owner), layer, q, key, weights, top_k, owner.out)
 
 
 def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: Tensor, layer: int, top_k: int) -> Tensor:

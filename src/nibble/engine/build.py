@@ -579,7 +579,8 @@ def run_prompt(
             # With a host tier every chunk attends over tokens that have been there.
             manager.round_trip(request.lease)
             item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
-            logits.append(runner.forward(Batch((item,)), every=True))
+            # A recorded step leaves them where the next one does.
+            logits.append(runner.forward(Batch((item,)), every=True).clone())
             manager.commit(request.lease, request.token_ids, item.end)
         if runner.followers:
             runner.followers.settle()

@@ -169,10 +169,12 @@ class CudaGraphs:
         """Let pieces be recorded in the body, which runs on a stream of its own."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.empty_cache()  # of what was computed on that stream beside the graphs
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.empty_cache()  # of what was computed on that stream beside the graphs
 
     def begin(self) -> Callable[[], Callable[[], None]]:
         """Begin a piece; what is returned ends it, and returns what replays it."""
@@ -180,7 +182,12 @@ class CudaGraphs:
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
         def end() -> Callable[[], None]:
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except Exception:
+                # What the capture cannot hold has ended it, but not that memory is taken from its pool.
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._memory)
+                raise
             return graph.replay
 
         return end

@@ -199,7 +199,7 @@ def _record_pieces(
     """Record steps with few tokens of prompts piecewise, where that is possible."""
     assert runner.graphs
     # Several ranks compute them kernel by kernel.
-    if runner.run is None or runner.followers or runner.rows:
+    if not sizes or runner.run is None or runner.followers or runner.rows:
         return
     meta = AttentionMetadata(torch.empty(0, device=runner.device), ())
     pieces = PiecewiseSteps(runner.graphs, runner.run)

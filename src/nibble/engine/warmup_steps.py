@@ -78,7 +78,11 @@ def run_prompts(runner: ModelRunner, lengths: Sequence[int], managers: Sequence[
 
 
 def run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
-    """Run a few new tokens after few and after many, so that fewer requests wait for what such steps compile."""
+    """Run a few new tokens after few and after many, so that fewer requests wait for what such steps compile.
+
+    Without pieces: some steps are computed kernel by kernel while requests are served.
+    """
+    pieces, runner.pieces = runner.pieces, None
     most = min(max_tokens, runner.pool.pages * runner.plan.page_size)
     firsts = FIRST_STEP, min(step_tokens, most - sum(CHUNKS))
     for manager, first in itertools.product(managers_of(runner), firsts):
@@ -93,6 +97,7 @@ def run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
                 # In a rehearsal nothing is read of what many tokens would write.
                 if count <= max(FIRST_STEP, *CHUNKS) or not ahead.is_rehearsal():
                     runner.forward(Batch.from_scheduled([request.in_flight]))
+    runner.pieces = pieces
 
 
 def run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
@@ -103,10 +108,11 @@ def run_drafts(runner: ModelRunner, max_tokens: int, most: int) -> None:
     room = min(max_tokens, runner.pool.pages * runner.plan.page_size) - FIRST_STEP - 1
     if room < most:
         return
-    graphs, runner.graphs = runner.graphs, None
+    graphs, pieces = runner.graphs, runner.pieces
+    runner.graphs = runner.pieces = None
     for manager in managers_of(runner):
         _verify_drafts(runner, manager, most)
-    runner.graphs = graphs
+    runner.graphs, runner.pieces = graphs, pieces
 
 
 def _verify_drafts(runner: ModelRunner, manager: CacheManager, most: int) -> None:

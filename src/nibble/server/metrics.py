@@ -41,7 +41,8 @@ TOKENS = tuple(
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", FIRST_S),
     "inter_token_latency_seconds": (
-        "Time between tokens of one answer; tokens that come together share it.",
+        "Time between tokens of one answer; tokens that come together share it, as those of half a second where an "
+        "answer is not streamed.",
         GAP_S,
     ),
     "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", GAP_S),

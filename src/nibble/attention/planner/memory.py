@@ -275,7 +275,7 @@ class MemoryPlanner:
     @property
     def piece_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with prompts that are recorded piecewise; empty where there are none."""
-        return self.step.piece_sizes if self.graph_sizes and self.spec.graphs else ()
+        return self.step.piece_sizes if self.graph_sizes and self.spec.piecewise else ()
 
     @cached_property
     def verify_sizes(self) -> tuple[tuple[int, int], ...]:
