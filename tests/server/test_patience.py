@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -74,3 +75,25 @@ def test_an_answer_may_take_longer() -> None:
             asked = {"model": "m", "prompt": "hello", "stream": stream}
             response = httpx.post(f"{url}v1/completions", json=asked)
             assert response.status_code == 200 and ("[DONE]" in response.text) is stream
+
+
+def test_a_head_without_an_end_is_refused() -> None:
+    with listening(make_app(FakeEngine(), FakeTokens(), "m", Settings()), http=HeadTimeoutProtocol) as url:
+        place = urlsplit(url)
+        for path in ("health", "v1/completions"):  # on the same connection a whole request comes before
+            with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+                connection.sendall(ANSWERED)
+                assert connection.recv(1000).startswith(b"HTTP/1.1 ")
+                connection.sendall(f"POST /{path} HTTP/1.1\r\nHost: x\r\n".encode())
+                with pytest.raises(OSError):
+                    for _ in range(1000):
+                        connection.sendall(b"X-A: " + b"a" * 4000 + b"\r\n")
+                        time.sleep(0.001)
+        # A body is none of it, nor are heads one after the other.
+        asked = {"model": "m", "prompt": "hello", "user": "u" * 60}
+        head = {"X-A": "a" * 30_000}
+        with httpx.Client() as client:
+            for _ in range(4):
+                assert client.post(f"{url}v1/completions", json=asked, headers=head).status_code == 200
+        long = {**asked, "prompt": "hello", "metadata": {"x": "y" * 200_000}}
+        assert httpx.post(f"{url}v1/completions", json=long).status_code in {200, 400}

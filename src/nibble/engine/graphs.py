@@ -6,7 +6,7 @@ Shape suffixes: B rows of a decode step, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -186,7 +186,8 @@ class CudaGraphs:
                 graph.capture_end()
             except Exception:
                 # What the capture cannot hold has ended it, but not that memory is taken from its pool.
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._memory)
+                with suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self._stream.device_index, self._memory)
                 raise
             return graph.replay
 

@@ -511,18 +511,40 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+MAX_HEAD = 64 << 10
+"""Bytes of a request's head that are read before it is refused."""
+HEAD_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 _Base: Any = AutoHTTPProtocol
 
 
 class HeadTimeoutProtocol(_Base):  # type: ignore[misc]
-    """uvicorn's protocol, which also closes a connection that never sends a whole head (a slow loris)."""
+    """uvicorn's protocol, which also closes a connection that never sends a whole head (a slow loris), or a long one.
+
+    One of uvicorn's parsers knows no limit.
+    """
 
     timeout_s = KEEP_ALIVE_S
+    max_head = MAX_HEAD
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to watch the connection."""
         super().connection_made(transport)
+        self._head_bytes = 0
         self._timer = self.loop.call_later(self.timeout_s, self._check, None)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, while the head is not too long."""
+        cycle = self.cycle
+        in_body = cycle is not None and cycle.more_body
+        super().data_received(data)
+        # A new cycle is a request whose head is complete.
+        is_head = self.cycle is cycle and not in_body and not self.transport.is_closing()
+        self._head_bytes = self._head_bytes + len(data) if is_head else 0
+        if self._head_bytes > self.max_head:
+            self.transport.write(HEAD_TOO_LONG)
+            self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the watch."""
