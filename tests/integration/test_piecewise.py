@@ -18,7 +18,7 @@ from families import make, tiny_config
 from nibble import LLM
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
-from nibble.engine import piecewise
+from nibble.engine import piecewise, warmup
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.piecewise import PiecewiseSteps
 from nibble.kernels.types import AttentionMetadata
@@ -186,6 +186,35 @@ def test_logits_of_several_chunks_are_those_of_each(tmp_path: Path) -> None:
         tapes = recorded(llm)
         assert torch.allclose(llm.logits(prompt), expected_TV, atol=1e-4)
         assert tapes.replayed
+
+
+class Failing(Tapes):
+    """Cannot hold what some piece does."""
+
+    num_left = 7
+
+    def begin(self) -> Callable[[], Callable[[], None]]:
+        end = super().begin()
+
+        def ends() -> Callable[[], None]:
+            self.num_left -= 1
+            if not self.num_left:
+                raise RuntimeError("this waits for the device")
+            return end()
+
+        return ends
+
+
+def test_a_step_that_cannot_be_recorded_is_computed_as_it_is(small: LLM) -> None:
+    plain, runner, startup = answers(small), small.engine.runner, small.engine.startup
+    runner.run = runner._run = by_operators(runner.model)
+    runner.graphs = Graphs((64,), runner.device, live)
+    warmup._record_pieces(runner, SIZES, Failing(), startup)  # type: ignore[arg-type]
+    assert "without CUDA graphs (RuntimeError: this waits for the device)" in startup.notes[-1]
+    assert runner.pieces is None
+    runner.graphs = None
+    small.engine.reset_prefix_cache()
+    assert [ids for ids, _ in answers(small)] == [ids for ids, _ in plain]
 
 
 def test_a_model_without_operators_is_refused(small: LLM) -> None:
