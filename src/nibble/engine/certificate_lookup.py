@@ -53,7 +53,7 @@ SPEC_ELSEWHERE = frozenset(
     {
         "scheme", "scheme_file", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend",
         "allow_staging", "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
-        "watches_fidelity", "chooses_transforms", "sinks", "state_format", "state_interval", "max_drafts",
+        "piecewise", "watches_fidelity", "chooses_transforms", "sinks", "state_format", "state_interval", "max_drafts",
         "fixed_drafts",
     }
 )  # fmt: skip
