@@ -178,7 +178,8 @@ class CacheSpec:
             token_budget=config.token_budget,
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
-            # A model that is divided, or runs as it is written, is not recorded so (engine/warmup.py).
+            # Ranks of a divided model compute them kernel by kernel, and one that runs as it is written calls no
+            # operators (engine/piecewise.py).
             piecewise=config.graphs and config.compile and config.tp == 1,
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),

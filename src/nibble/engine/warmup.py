@@ -197,10 +197,9 @@ def _record_pieces(
     runner: ModelRunner, sizes: Sequence[int], record: CudaGraphs, startup: StartupReport
 ) -> None:
     """Record steps with few tokens of prompts piecewise, where that is possible."""
-    assert runner.graphs
-    # Several ranks compute them kernel by kernel.
-    if not sizes or runner.run is None or runner.followers or runner.rows:
+    if not sizes:  # as the plan has it (CacheSpec.piecewise)
         return
+    assert runner.graphs and runner.run
     meta = AttentionMetadata(torch.empty(0, device=runner.device), ())
     pieces = PiecewiseSteps(runner.graphs, runner.run)
     try:

@@ -526,7 +526,6 @@ class HeadTimeoutProtocol(_Base):  # type: ignore[misc]
     """
 
     timeout_s = KEEP_ALIVE_S
-    max_head = MAX_HEAD
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to watch the connection."""
@@ -542,7 +541,7 @@ class HeadTimeoutProtocol(_Base):  # type: ignore[misc]
         # A new cycle is a request whose head is complete.
         is_head = self.cycle is cycle and not in_body and not self.transport.is_closing()
         self._head_bytes = self._head_bytes + len(data) if is_head else 0
-        if self._head_bytes > self.max_head:
+        if self._head_bytes > MAX_HEAD:
             self.transport.write(HEAD_TOO_LONG)
             self.transport.close()
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels.codecs import DECODERS, tiles
-from nibble.kernels.launches import Launches
+from nibble.kernels.launches import launches_of
 from nibble.kernels.types import Paged
 
 KEYS = 128
@@ -58,11 +58,6 @@ def _stage_tile(stream, table, start, stop, out, DIM: tl.constexpr, N: tl.conste
     tl.store(row_N[:, None] + d, values_ND.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@tiles.once_per_stream
-def _launches(stream: Paged) -> Launches:
-    return Launches()
-
-
 def stage(
     k: Paged, v: Paged, page_table_BN: Tensor, spans_I4: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -83,5 +78,5 @@ def stage(
     # What words are decoded into holds every value exactly.
     stored = (tiles.Tiles.of(x, DECODERS[x.format.name].half or torch.float32) for x in (k, v))
     arguments = (*stored, page_table_BN, page_table_BN.stride(0), spans_I4, out_k, out_v, k.dim, KEYS)
-    _launches(k)(stage_kernel, (count, k.heads, 2), (out_k, (id(v),)), arguments, num_warps=WARPS)
+    launches_of(k, "stage")(stage_kernel, (count, k.heads, 2), (out_k, (id(v),)), arguments, num_warps=WARPS)
     return out_k, out_v

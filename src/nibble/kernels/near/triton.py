@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.codecs.tiles import once_per_stream
-from nibble.kernels.launches import Launches
+from nibble.kernels.launches import launches_of
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 KEYS, KEY_BYTES = 64, 512
@@ -136,16 +135,6 @@ def near_kernel(
     tl.store(values_at, values_MD, mask=live_M[:, None] & (v_D < V_DIM)[None, :])
 
 
-@once_per_stream
-def _launches(stream: Paged) -> Launches:
-    return Launches()
-
-
-@once_per_stream
-def _prompt_launches(stream: Paged) -> Launches:
-    return Launches()
-
-
 def near_attention(
     q_THD: Tensor,
     k: Paged,
@@ -180,7 +169,7 @@ def near_attention(
         params.window, bool(params.softcap), group, k.dim, v.dim, k.page_size, of_tile,
         max(MMA_ROWS, next_power_of_2(group * of_tile)), next_power_of_2(k.dim), next_power_of_2(v.dim), keys,
     )  # fmt: skip
-    _launches(k)(
+    launches_of(k, "near")(
         near_kernel, (requests, k.heads, cdiv(queries, of_tile)), (*dynamic, (*constants, warps, stages)),
         (*dynamic, *constants), num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -342,7 +331,7 @@ def near_prompt_attention(
         params.window, bool(params.softcap), group, k.dim, v.dim, k.page_size, tile.rows, next_power_of_2(k.dim),
         next_power_of_2(v.dim), tile.keys,
     )  # fmt: skip
-    _prompt_launches(k)(
+    launches_of(k, "near_prompt")(
         near_prompt_kernel, grid, (*dynamic, (constants, tile)), (*dynamic, *constants),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
