@@ -11,46 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from families import make, tiny_config
+from gpu_answers import divergence, near_share, save_wide
 from nibble import LLM
 from nibble.engine import piecewise
-from nibble.models.hub import quiet
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 PROMPTS = [
     [(7 * i + j * j) % 250 + 1 for j in range(n)] for i, n in enumerate((40, 3, 161, 17, 390, 2, 700, 64, 33))
 ]
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
-NEAR, KL = 0.1, 1e-3
-
-
-def saved(name: str, folder: Path) -> str:
-    config = tiny_config(name)
-    for field, value in WIDE.items():
-        if hasattr(config, field):
-            setattr(config, field, value)
-    with quiet():
-        make(name, config).to(torch.bfloat16).save_pretrained(folder)
-    return str(folder)
-
-
-def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
-    p, q = (logits_TV.float().log_softmax(-1) for logits_TV in (one_TV, other_TV))
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def near_share(llm: LLM, prompts: list[list[int]]) -> float:
-    """How often a token is the likeliest, or nearly, of a whole prompt's logits, which no recorded step computes."""
-    outputs = llm.generate(prompts, max_tokens=24, temperature=0.0, ignore_eos=True, progress=False)
-    pieces, llm.engine.runner.pieces, hits = llm.engine.runner.pieces, None, []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = list(output.completions[0].token_ids)
-        logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
-        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
-    llm.engine.runner.pieces = pieces
-    return float(torch.cat(hits).float().mean())
+KL = 1e-3
 
 
 @pytest.mark.parametrize(
@@ -64,7 +34,7 @@ def test_pieces_give_the_answers_of_steps_as_they_are(
     folder = Path(__file__).parents[2] / "models" / name
     if name.startswith("demo") and not list(folder.glob("*.safetensors")):
         pytest.skip("the model is not here")
-    path = name if name.startswith("demo") else saved(name, tmp_path)
+    path = name if name.startswith("demo") else str(save_wide(name, tmp_path))
     replays, replay = list[int](), piecewise._Size.replay
 
     def counted(size: Any, ctx: Any) -> None:

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from gpu_answers import divergence, near_share
 from nibble import LLM, NibbleError
 from nibble.errors import RankError
 
@@ -19,28 +20,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 PROMPT = "The sea was calm that morning, and the boats lay still. " * 8
 PROMPTS = [PROMPT[: 40 * i] for i in range(1, 9)]
-KL, NEAR = 1e-3, 0.1
-
-
-def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
-    p, q = (logits.float().cpu().log_softmax(-1) for logits in (one_TV, other_TV))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+KL = 1e-3
 
 
 def served(tp: int, scheme: str, **options: object) -> LLM:
     return LLM("demo", kv_format=scheme, tp=tp, device="cuda", kv_memory="256MiB", max_running=16, **options)  # type: ignore[arg-type]
-
-
-def near_share(llm: LLM) -> float:
-    """How often a token of a decode step is the likeliest, or nearly, of a whole prompt's logits."""
-    outputs = llm.generate(PROMPTS, max_tokens=32, temperature=0.0, ignore_eos=True, progress=False)
-    hits = []
-    for text, output in zip(PROMPTS, outputs, strict=True):
-        prompt, answer = llm.tokenizer.encode(text), list(output.completions[0].token_ids)
-        logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
-        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
-    return float(torch.cat(hits).float().mean())
 
 
 @pytest.mark.parametrize("attention_dp", [False, True])
@@ -52,7 +36,7 @@ def test_answers_of_two_gpus_are_those_of_one(scheme: str, attention_dp: bool) -
         assert divergence(expected_TV, llm.logits(PROMPT)) < KL
         # Over recorded steps, whose sums are in the graphs of both ranks.
         assert llm.engine.runner.graphs is not None
-        assert near_share(llm) > 0.97
+        assert near_share(llm, [llm.tokenizer.encode(text) for text in PROMPTS], 32) > 0.97
 
 
 def test_a_killed_rank_ends_the_engine_with_the_reason() -> None:

@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from families import VOCAB, make, tiny_config
+from families import VOCAB
+from gpu_answers import divergence, near_share, save_wide
 from nibble import LLM
 from nibble.cache.rank_managers import RankManagers
-from nibble.models.hub import quiet
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PROMPTS = [[(7 * i + j * j) % (VOCAB - 1) + 1 for j in range(20 + 14 * i)] for i in range(6)]
-NEAR = 0.1
 TIMES, KL = 2.0, 2e-2
 """Sums over GPUs round in another order, and in BF16 a token's experts are then others now and then: in a tiny model of
 random weights that moves a token's logits by a KL divergence of up to 0.5. So answers of two GPUs are to be as near to
 those in float32 as one GPU's, so many times, and KL."""
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
 EAGER = {"graphs": False, "compile": False}
 OPTIONS: dict[str, Any] = {
     "kv_format": "bf16", "dtype": "bfloat16", "device": "cuda", "kv_memory": "256MiB", "max_running": 16,
@@ -32,36 +30,9 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def saved(name: str, folder: Path) -> Path:
-    config = tiny_config(name)
-    for field, value in WIDE.items():
-        if hasattr(config, field):
-            setattr(config, field, value)
-    with quiet():
-        make(name, config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
 def logits(llm: LLM) -> torch.Tensor:
     """Of all prompts' tokens, one after the other."""
     return torch.cat([llm.logits(prompt).float().cpu() for prompt in PROMPTS])
-
-
-def divergence(one_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
-    p, q = (logits_TV.log_softmax(-1) for logits_TV in (one_TV, other_TV))
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def near_share(llm: LLM) -> float:
-    """How often a token of a decode step is the likeliest, or nearly, of a whole prompt's logits."""
-    hits = []
-    outputs = llm.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True, progress=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        answer = list(output.completions[0].token_ids)
-        logits_TV = llm.logits([*prompt, *answer]).float()[len(prompt) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(answer, device=logits_TV.device)[:, None])[:, 0]
-        hits.append(chosen_T >= logits_TV.max(-1).values - NEAR * logits_TV.std(-1))
-    return float(torch.cat(hits).float().mean())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +45,7 @@ def near_share(llm: LLM) -> float:
     ],
 )
 def test_answers_of_two_gpus_are_those_of_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    path = saved(name, tmp_path)
+    path = save_wide(name, tmp_path)
     with LLM(str(path), **{**OPTIONS, **EAGER, "device": "cpu", "dtype": "float32"}) as llm:
         exact_TV = logits(llm)
     with LLM(str(path), **OPTIONS, **EAGER) as llm:
@@ -83,7 +54,7 @@ def test_answers_of_two_gpus_are_those_of_one(name: str, options: dict[str, Any]
         found = divergence(exact_TV, logits(llm))
         print(f"{name}: {found:.3f} of at most {limit:.3f}")
         assert found < limit
-        assert near_share(llm) > 0.97
+        assert near_share(llm, PROMPTS) > 0.97
         if "attention_dp" in options:
             manager = llm.engine.scheduler.manager
             assert isinstance(manager, RankManagers)
