@@ -24,6 +24,7 @@ import gpu
 from nibble.kernels import MMA_ROWS, topk
 from nibble.kernels.linear import MAX_ERROR
 from nibble.kernels.linear.triton import narrow_linear
+from nibble.kernels.topk import naive
 from nibble.kernels.topk import triton as fast
 
 MODELS = {"qwen3-30b": (128, 2048, 8), "gpt-oss-20b": (32, 2880, 4), "deepseek-v3": (256, 7168, 8)}
@@ -81,8 +82,8 @@ def measure(models: dict[str, tuple[int, int, int]], vocab: int, rows: int) -> l
     for dtype in dict.fromkeys((torch.float32, half)):
         what = f"largest of {vocab} {str(dtype).removeprefix('torch.')}"
         logits = copies(rows, vocab, dtype=dtype)
-        own = topk.row_max if gpu.device() == "cuda" else fast.row_max
-        table.append(compare("sampler", rows, what, lambda x: x.max(-1), own, logits, 0))
+        own = topk.likeliest if gpu.device() == "cuda" else fast.likeliest
+        table.append(compare("sampler", rows, what, naive.likeliest, own, logits, 0))
     return table
 
 

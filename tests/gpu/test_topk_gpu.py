@@ -1,4 +1,4 @@
-"""topk() and row_max() against torch on a GPU, in CUDA graphs and in compiled models with experts.
+"""topk() and likeliest() against torch on a GPU, in CUDA graphs and in compiled models with experts.
 
 Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
@@ -57,14 +57,14 @@ def test_topk(shape: tuple[int, ...], k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 128256), (8, 151936), (5, 32003), (256, 201088), (3, 17)])
-def test_row_max(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_likeliest(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape, device="cuda").to(dtype)
 
     def define() -> tuple[Tensor, Tensor]:
-        peaks, places = x.cpu().max(-1)
-        return peaks.cuda(), places.cuda()
+        tokens, reported = naive.likeliest(x.cpu())
+        return tokens.cuda(), reported.cuda()
 
-    assert_replays(lambda: op.row_max(x), define, x)
+    assert_replays(lambda: op.likeliest(x), define, x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

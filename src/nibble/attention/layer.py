@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibble.attention.choices import layer_choice, lookup_topk_slots, resident
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan, Route
@@ -34,13 +35,11 @@ from nibble.attention.window import (
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool
 from nibble.errors import BackendError, NibbleError
-from nibble.kernels import indexer, near
+from nibble.kernels import near
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import resident_slots
-from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
-from nibble.model_spec import INDEX, Phase
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Rope
+from nibble.model_spec import Phase
 
 
 class AttentionBackend:
@@ -79,6 +78,13 @@ class AttentionBackend:
             state: what `prepare` returned for this batch and kind of layer.
         """
         raise NotImplementedError
+
+    def forward_into(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
+        out_THD: Tensor,
+    ) -> None:  # fmt: skip
+        """Attend as `forward` does, and leave the output in `out_THD`. The other arguments are those of `forward`."""
+        out_THD.copy_(self.forward(q_THD, view, batch, params, state))
 
     def forward_partial(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
@@ -167,6 +173,19 @@ class PreparedBatch:
         calls = self._calls(q_THD, view, params, topk_slots_TK)
         return _concatenate([self._backend.forward(*call) for call in calls])
 
+    def attend_into(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        params: AttentionParams,
+        topk_slots_TK: Tensor | None,
+        out_THD: Tensor,
+    ) -> None:
+        """Leave the output of the batch's rows in those of `out_THD`, which has all rows of the step; see attend()."""
+        for call in self._calls(q_THD, view, params, topk_slots_TK):
+            rows = slice(call[2].start, call[2].stop)
+            self._backend.forward_into(*call, out_THD[rows])
+
     def attend_partially(
         self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None = None
     ) -> PartialAttention:
@@ -220,7 +239,7 @@ class PreparedBatch:
             if params.topk_indices_TK is not None:
                 topk_indices_TK = params.topk_indices_TK[rows]
                 if self._stage_to:  # staged pages are numbered anew
-                    topk_slots_TK = _resident(topk_indices_TK, part.batch, view.page_size)
+                    topk_slots_TK = resident(topk_indices_TK, part.batch, view.page_size)
                 part_params = replace(params, topk_indices_TK=topk_indices_TK, topk_slots_TK=topk_slots_TK)
             arguments = q_THD[rows], part_view, part.batch, part_params
             if i == len(self._states):
@@ -261,14 +280,6 @@ class StepStates:
         if chunk not in self._cut:
             self._cut[chunk] = tuple(cut_at_chunks(batch, page_size, chunk) for batch in meta.batches)
         return self._cut[chunk]
-
-    def zeros(self, rows: int, like: Tensor) -> Tensor:
-        """Return rows of zeros, like those of a tensor, which layers share."""
-        key = rows, like.shape[1:], like.dtype
-        if key not in self._shared:
-            self._shared[key] = like.new_zeros(rows, *like.shape[1:])
-        zeros: Tensor = self._shared[key]
-        return zeros
 
     def split_choice(
         self, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor, exact: ExactCache
@@ -349,7 +360,7 @@ class StepContext:
 
 def attention(
     ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], params: AttentionParams,
-    out_THD: Tensor | None = None,
+    out_THD: Tensor | None = None, rope: Rope | None = None,
 ) -> Tensor:  # fmt: skip
     """Store the layer's new streams and attend over all that is stored.
 
@@ -362,6 +373,7 @@ def attention(
         streams: the new tokens' values [T, H, D] by stream.
         params: what the layer asks for.
         out_THD: where to leave what is returned, if anywhere.
+        rope: what is done to queries and keys first, where the model's own code does not.
 
     Returns:
         [T, H, Dv], zeros in padding rows.
@@ -369,42 +381,83 @@ def attention(
     Raises:
         BackendError: a kernel failed.
     """
-    owner, meta = ctx.plan.owner[layer], ctx.meta
-    slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     # Padding rows have no slot. They are the last rows, so they are cut off.
-    count = slot_mapping_T.shape[0]
+    meta, count = ctx.meta, len(ctx.meta.slot_mapping_T)
     streams = {name: x[:count] for name, x in streams.items()}
-    if owner == layer:
-        ctx.pool.write(layer, streams, slot_mapping_T, meta.exact_slot_mapping_T)
+    q_THD, streams = _store(ctx, layer, q_THD, streams, rope)
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
-    view = ctx.pool.view(owner)
+    view = ctx.pool.view(ctx.plan.owner[layer])
     # Keys may be stored rotated, and then the query is rotated alike.
-    rotated_THD = view.query(q_THD)
-    outputs: list[Tensor] = []
+    queries = q_THD, view.query(q_THD)
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
-    for batch, topk_slots_TK in zip(batches, _lookup_topk_slots(ctx, layer, params), strict=True):
-        route = ctx.plan.route(layer, batch.phase)
+    if out_THD is None and (len(batches) > 1 or len(q_THD) > count):
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
+    for batch, topk_slots_TK in zip(batches, lookup_topk_slots(ctx, layer, params), strict=True):
         try:
-            if ctx.exact:
-                rows = slice(batch.start, batch.stop)
-                part = _WindowedLayer(ctx, ctx.exact, layer, batch, params)
-                streams_of = {name: x[rows] for name, x in streams.items()}
-                outputs.append(part.attend(q_THD[rows], rotated_THD[rows], streams_of, topk_slots_TK))
-            else:
-                prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
-                outputs.append(prepared.attend(rotated_THD, view, params, topk_slots_TK))
+            out_THD = _attend(ctx, layer, batch, queries, streams, params, topk_slots_TK, out_THD)
         except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            route = ctx.plan.route(layer, batch.phase)
             raise BackendError(f"backend {route} failed in {batch.phase}: {reason}") from error
-    if padding := q_THD.shape[0] - count:
+    assert out_THD is not None, "a step has a batch"
+    if len(q_THD) > count:
         # The model expects a row of output for each row of input.
-        outputs.append(ctx.states.zeros(padding, outputs[0]))
-    out_THD = _concatenate(outputs) if out_THD is None else torch.cat(outputs, out=out_THD)
+        out_THD[count:].zero_()
     if ctx.observer is not None:
         ctx.observer.observe(layer, q_THD, streams, params, out_THD)
+    return out_THD
+
+
+def _store(
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], rope: Rope | None
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Store new tokens, and return queries and streams as attention takes them."""
+    meta, is_owner = ctx.meta, ctx.plan.owner[layer] == layer
+    slots_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
+    if rope:
+        assert is_owner, "keys that a layer shares are rotated where they are stored"
+        keeps_keys = ctx.exact is not None or ctx.observer is not None
+        return ctx.pool.write_rotated(
+            layer, q_THD, streams, slots_T, meta.exact_slot_mapping_T, rope, keeps_keys=keeps_keys
+        )
+    if is_owner:
+        ctx.pool.write(layer, streams, slots_T, meta.exact_slot_mapping_T)
+    return q_THD, streams
+
+
+def _attend(
+    ctx: StepContext, layer: int, batch: AttentionBatch, queries: tuple[Tensor, Tensor],
+    streams: Mapping[str, Tensor], params: AttentionParams, topk_slots_TK: Tensor | None, out_THD: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Leave a batch's output in its rows of `out_THD`, and return that; without, return the output.
+
+    Args:
+        ctx: the step.
+        layer: the layer's index.
+        batch: the requests.
+        queries: of the whole step, as they are and for keys as they are stored.
+        streams: the new tokens' values by stream.
+        params: what the layer asks for.
+        topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
+        out_THD: of the whole step.
+    """
+    (q_THD, stored_q_THD), rows = queries, slice(batch.start, batch.stop)
+    if ctx.exact:
+        windowed = _WindowedLayer(ctx, ctx.exact, layer, batch, params)
+        streams_of = {name: x[rows] for name, x in streams.items()}
+        output = windowed.attend(q_THD[rows], stored_q_THD[rows], streams_of, topk_slots_TK)
+        if out_THD is None:
+            return output
+        out_THD[rows].copy_(output)
+        return out_THD
+    view, route = ctx.pool.view(ctx.plan.owner[layer]), ctx.plan.route(layer, batch.phase)
+    prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
+    if out_THD is None:
+        return prepared.attend(stored_q_THD, view, params, topk_slots_TK)
+    prepared.attend_into(stored_q_THD, view, params, topk_slots_TK, out_THD)
     return out_THD
 
 
@@ -439,8 +492,8 @@ class _WindowedLayer:
         far, view, near_slots_TW = sinks.far if sinks else parts.far, ctx.pool.view(owner), None
         near_ask, far_ask = near_params(params, exact.tokens), far_params(params, exact.tokens)
         if params.topk_indices_TK is not None:
-            choice = _split_choice(ctx, exact, self.layer, self.batch, params)
-            near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
+            choice = layer_choice(ctx, exact, self.layer, self.batch, params)
+            near_slots_TW = resident(choice.near_TW, parts.near.batch, view.page_size)
             near_ask = replace(near_ask, topk_indices_TK=choice.near_TW)
             far_ask = replace(params, topk_indices_TK=choice.far_TK)
         far_mean_HD = view.k_mean_HD if far and far_ask else None
@@ -506,93 +559,6 @@ class _WindowedLayer:
         return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)
 
 
-def _split_choice(
-    ctx: StepContext, exact: ExactCache, layer: int, batch: AttentionBatch, params: AttentionParams
-) -> SplitChoice:
-    """Return the near and far part of what the rows of a batch have chosen."""
-    assert params.topk_indices_TK is not None
-    # Layers that share a choice share its parts.
-    chooser = params.index_layer if params.index_layer in ctx.pending else layer
-    topk_indices_TK = params.topk_indices_TK[batch.start : batch.stop]
-    return ctx.states.split_choice(chooser, batch, topk_indices_TK, exact)
-
-
 def _concatenate(outputs: list[Tensor]) -> Tensor:
     """Return the rows of all outputs; a single one is not copied."""
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def select_topk(
-    ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int,
-    out_TK: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Store the layer's new index keys, and choose the tokens that each query looks at.
-
-    Args:
-        ctx: the step.
-        layer: the layer's index.
-        q_THD: the indexer's query.
-        key_T1D: its new keys.
-        weights_TH: weights of its heads.
-        top_k: tokens to choose.
-        out_TK: where to leave what is returned, if anywhere: another stream reads it until attention has waited.
-
-    Returns:
-        int32 [T, top_k], positions; PAD_INDEX behind the last.
-    """
-    slot_mapping_T = ctx.meta.slot_mapping_T
-    ctx.pool.write(layer, {INDEX: key_T1D[: len(slot_mapping_T)]}, slot_mapping_T)
-    keys = ctx.pool.view(layer).streams[INDEX].paged
-    # Padding rows belong to no batch, and choose nothing.
-    if out_TK is None:
-        out_TK = q_THD.new_empty(len(q_THD), top_k, dtype=torch.int32)
-    out_TK.fill_(PAD_INDEX)
-    fetches: list[PendingFetch] = []
-    for batch in ctx.meta.batches:
-        rows, longest = slice(batch.start, batch.stop), max(batch.seq_lens)
-        out_TK[rows] = indexer.select_topk(keys, batch, q_THD[rows], weights_TH[rows], top_k, longest)
-        # With a host tier the tokens of this batch are fetched while the next one chooses.
-        fetches.append(_start_fetch(ctx, layer, batch, out_TK[rows]))
-    ctx.pending[layer] = fetches
-    return out_TK
-
-
-def _start_fetch(
-    ctx: StepContext, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor
-) -> PendingFetch:
-    """Look up where chosen tokens lie, and start to fetch what is not on the device.
-
-    Near tokens are read elsewhere, with an exact window.
-    """
-    if ctx.exact:
-        topk_indices_TK = ctx.states.split_choice(layer, batch, topk_indices_TK, ctx.exact).far_TK
-    if ctx.tier is None:
-        return PendingFetch(_resident(topk_indices_TK, batch, ctx.pool.layout.page_size))
-    page_table_TN = batch.page_table_TN
-    # Only decoding requests have hot buffers; the pages of others are on the device.
-    if batch.phase is not Phase.DECODE:
-        return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
-    assert batch.rows_B is not None
-    return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, batch.rows_B)
-
-
-def _lookup_topk_slots(ctx: StepContext, layer: int, params: AttentionParams) -> Iterator[Tensor | None]:
-    """Yield where the chosen tokens lie, batch by batch, each once all of them are on the device."""
-    if params.topk_indices_TK is None:
-        yield from [None] * len(ctx.meta.batches)
-        return
-    fetches = ctx.pending.get(params.index_layer)
-    if fetches is None:  # no layer of this step chose them, so no other layer shares the choice
-        fetches = [
-            _start_fetch(ctx, layer, batch, params.topk_indices_TK[batch.start : batch.stop])
-            for batch in ctx.meta.batches
-        ]
-    for fetch in fetches:
-        if ctx.tier:
-            ctx.tier.wait(layer, fetch)
-        yield fetch.topk_slots_TK
-
-
-def _resident(topk_indices_TK: Tensor, batch: AttentionBatch, page_size: int) -> Tensor:
-    """Return the slots of chosen tokens whose pages are all on the device."""
-    return resident_slots(topk_indices_TK, batch.page_table_TN, None, page_size)

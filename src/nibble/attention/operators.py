@@ -1,11 +1,12 @@
 """The operators that a compiler of models calls for attention and for recurrent states, and does not look into.
 
-`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py; `nibble::causal_conv`,
-`nibble::recurrence`, `nibble::conv_recurrence` and `nibble::projected_recurrence` (which graph passes put in the place
-of these two) and `nibble::selective` the functions of recurrent.py. What a step stores and reads does not pass through
-the compiled model: the operator is given a number, and finds there the StepContext that the model's owner has set. So
-there is no current step of the process: any number of engines may run side by side. The number is an input of the
-compiled model and no constant, so all engines of a model have the same code, in this process and in the next.
+`nibble::attention` calls attention() of layer.py, `nibble::select` select_topk() of choices.py, and
+`nibble::causal_conv`, `nibble::recurrence`, `nibble::conv_recurrence` and `nibble::projected_recurrence` (which graph
+passes put in the place of these two) and `nibble::selective` the functions of recurrent.py. What a step stores and
+reads does not pass through the compiled model: the operator is given a number, and finds there the StepContext that the
+model's owner has set. So there is no current step of the process: any number of engines may run side by side. The
+number is an input of the compiled model and no constant, so all engines of a model have the same code, in this process
+and in the next.
 
 Shape suffixes: T tokens, H query heads, D values of a head. Those of recurrent states are in recurrent.py.
 """
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from nibble.attention import recurrent
-from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.attention.choices import select_topk
+from nibble.attention.layer import StepContext, attention
 from nibble.kernels.recurrence import Convolution, Projection, Runs
-from nibble.kernels.types import AttentionParams
+from nibble.kernels.types import AttentionParams, Rope
 
 SEPARATOR = ","
 _numbers = itertools.count()
@@ -103,7 +105,7 @@ def attention_op(
     """
     return torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
-        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
+        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer, [], 0.0,
     )  # fmt: skip
 
 
@@ -186,12 +188,14 @@ def _context_of(owner: Step) -> StepContext:
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: Tensor, layer: int, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
+    rope: list[Tensor], eps: float,
 ) -> Tensor:  # fmt: skip
     params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
     streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
     owner = _steps[int(step)]
-    # contiguous, as the fake implementation promises
-    return attention(_context_of(owner), layer, q, streams_by_name, params, owner.out).contiguous()
+    turned = Rope(rope[0], rope[1], tuple(rope[2:]), eps) if rope else None
+    out = attention(_context_of(owner), layer, q, streams_by_name, params, owner.out, turned)
+    return out.contiguous()  # as the fake implementation promises
 
 
 def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
@@ -225,7 +229,8 @@ def _implement(name: str, body: Callable[..., Tensor], fake: Callable[..., Tenso
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
 _library.define(
     "attention(Tensor q, Tensor[] streams, str names, int width, Tensor step, int layer, float scale, int? window, "
-    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
+    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer, Tensor[] rope, float eps) "
+    "-> Tensor"
 )
 _implement("attention", _attention, _attention_fake)
 _library.define("select(Tensor q, Tensor key, Tensor weights, Tensor step, int layer, int top_k) -> Tensor")

@@ -21,7 +21,7 @@ from nibble.formats.transforms import Transform
 from nibble.kernels import append
 from nibble.kernels.append import dequantize_pages
 from nibble.kernels.linear import rotate
-from nibble.kernels.types import Paged
+from nibble.kernels.types import Paged, Rope
 from nibble.model_spec import INDEX, Stream
 
 
@@ -82,6 +82,14 @@ class KVView:
         """Return the stream that queries are scored with: the first."""
         return next(iter(self.streams.values()))
 
+    @property
+    def output_dim(self) -> int:
+        """Return the values of a head of attention's output."""
+        if "v" in self.streams:
+            return self.streams["v"].stream.dim
+        # A latent is key and value in one: its rotary part belongs to the key alone.
+        return self.keys.stream.dim - self.keys.stream.rope
+
     def query(self, q_THD: Tensor) -> Tensor:
         """Return the query after the counterpart of the transforms of the stored keys."""
         # Only a rotation needs a counterpart: a subtracted mean shifts all scores of a query alike.
@@ -107,11 +115,7 @@ class KVView:
         else:
             joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
             streams = views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind()
-        if len(streams) > 1:
-            return streams
-        # A latent is key and value in one: its rotary part belongs to the key alone.
-        stream = views[0].stream
-        return streams[0], streams[0][..., : stream.dim - stream.rope]
+        return streams if len(streams) > 1 else (streams[0], streams[0][..., : self.output_dim])
 
 
 def _append_axis(scale: Tensor) -> Tensor:
@@ -245,6 +249,33 @@ class PagedPool:
                 together = {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)}
                 # Index keys have no exact pages: all tokens are scored as they are stored.
                 write(together, slot_mapping_T, None if first == INDEX else exact_slot_mapping_T)
+
+    def write_rotated(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None,
+        rope: Rope,
+        *,
+        keeps_keys: bool,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Rotate queries and keys, encode and store new tokens, and return both as attention takes them.
+
+        Args:
+            layer: a stored layer.
+            q_THD: queries, and maybe rows of padding.
+            streams: `k` and `v`.
+            slot_mapping_T: see write().
+            exact_slot_mapping_T: see write().
+            rope: of all rows of the queries.
+            keeps_keys: whether anybody reads rotated keys but from the pages.
+        """
+        _, write = self._appends[layer][0]
+        return write.rotating(
+            q_THD, streams, slot_mapping_T, exact_slot_mapping_T, rope, keeps_keys=keeps_keys
+        )
 
 
 def _appends(view: KVView, exact: KVView | None) -> Iterator[tuple[str, append.KVAppend]]:

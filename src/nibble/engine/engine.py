@@ -34,12 +34,13 @@ from nibble.engine.request import (
     ScheduledRequest,
     truncated,
 )
-from nibble.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, needs_output_tokens
+from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler, default_reusable
 from nibble.engine.speculative import Speculation
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RankError, RequestError
+from nibble.kernels.topk import NO_TOKEN
 from nibble.models.generation_config import SamplingDefaults
 
 log = logging.getLogger("nibble.start")
@@ -452,9 +453,9 @@ class Engine:
             if any(math.isnan(entry.logprob) for entry in entries):
                 self._abort(request, NOT_A_NUMBER)
         for request, run in runs.items():
-            if INVALID_TOKEN in run:
+            if NO_TOKEN in run:
                 self._abort(request, NOT_A_NUMBER)
-                del run[run.index(INVALID_TOKEN) :]
+                del run[run.index(NO_TOKEN) :]
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
         # After the ends above, because commit() passes over finished requests.

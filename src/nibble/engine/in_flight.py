@@ -39,7 +39,7 @@ class InFlightStep:
     ) -> tuple[dict[Request, list[int]], dict[Request, int]]:
         """Return the tokens that each request gained, and how many drafts could have been among them.
 
-        INVALID_TOKEN stands for one whose logits are not numbers.
+        NO_TOKEN stands for one whose logits are not numbers.
 
         Args:
             drafts_of: returns the drafts of a step that has ended; None: those that it was scheduled with.

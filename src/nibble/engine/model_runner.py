@@ -63,6 +63,7 @@ from nibble.engine.step_tokens import (
 from nibble.kernels import cdiv
 from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
+from nibble.kernels.step_inputs import decode_inputs
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -485,37 +486,28 @@ class ModelRunner:
     def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
         """Compute one step of `size` requests, from buffer to buffer; graphs record this. Position -1 is padding."""
         rows_B, positions_B, sent_ids_B = graphs.decode_inputs(size)
-        page_size, tables = self.plan.page_size, self.tables
-        token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
-        page_table_BN = tables.table_RN.index_select(0, rows_B)
-        # Padding reads as position 0, and is stored nowhere (slot -1).
-        valid_B = positions_B.clamp(min=0)
-        pages_B = page_table_BN.gather(1, (valid_B // page_size)[:, None])[:, 0].long()
-        slot_mapping_B = torch.where(positions_B < 0, -1, pages_B * page_size + valid_B % page_size)
+        tables = self.tables
+        inputs = decode_inputs(rows_B, positions_B, sent_ids_B, tables.on_device(self.plan.page_size))
         # The host knows no lengths of a replayed step: it gives a bound; kernels read them on the device.
-        max_seq_len, seq_lens_B = page_table_BN.shape[1] * page_size, (positions_B + 1).int()
-        exact_table_BN, exact_slot_mapping_B = self._exact_table(rows_B, page_table_BN.shape[1]), None
-        if exact_table_BN is not None:
-            exact_B = exact_table_BN.gather(1, (valid_B // page_size)[:, None])[:, 0].long()
-            exact_slot_mapping_B = torch.where(positions_B < 0, -1, exact_B * page_size + valid_B % page_size)
+        max_seq_len = inputs.pages_BN.shape[1] * self.plan.page_size
         batches = [
             AttentionBatch(
                 Phase.DECODE, first, last, (1,) * (last - first), (max_seq_len,) * (last - first),
-                page_table_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
+                inputs.pages_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], inputs.seq_lens_B[first:last],
                 rows_B[first:last], bounds=True,
-                exact_table_BN=None if exact_table_BN is None else exact_table_BN[first:last],
+                exact_table_BN=None if inputs.exact_BN is None else inputs.exact_BN[first:last],
             )
             for first, last in pairwise(split_points(len(rows_B), has_tier=self.tier is not None))
         ]  # fmt: skip
         state_batch = None
         if tables.slots_R is not None and self.states:
             slots_B = torch.where(positions_B < 0, -1, tables.slots_R.index_select(0, rows_B))
-            starts_B1 = graphs.cu_seqlens_q[: len(rows_B) + 1]
-            state_batch = StateMetadata(slots_B, valid_B.int(), starts_B1, 1, invariant=self.states.invariant)
-        meta = self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B)
+            starts_B, starts_B1 = inputs.positions_B.int(), graphs.cu_seqlens_q[: len(rows_B) + 1]
+            state_batch = StateMetadata(slots_B, starts_B, starts_B1, 1, invariant=self.states.invariant)
+        meta = self._with_frames(inputs.slots_B, batches, inputs.exact_slots_B)
         ctx = self._context(meta, probe, state_batch)
         with first_row_only(size == 1 and not self.rows), equal_rows(self.rows, rows_B):
-            output = self._run(token_ids_B[None], valid_B[None], graphs.rows[: len(rows_B)], ctx)
+            output = self._run(inputs.ids_B[None], inputs.positions_B[None], graphs.rows[: len(rows_B)], ctx)
         graphs.store_logits(*parts_of(output))
 
     # Steps with drafts

@@ -17,6 +17,7 @@ from torch import Tensor
 from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS
 from nibble.kernels import ALIGNED, cdiv
+from nibble.kernels.step_inputs import Tables
 from nibble.kernels.transfer import PinnedBuffers
 
 ON_DEVICE = -1
@@ -133,6 +134,10 @@ class PageTables:
             drafts = self.drafts_KR.view(-1)[(ON_DEVICE - 1 - ids).clamp(min=0)]
             latest = torch.where(ids < ON_DEVICE, drafts, latest)
         return torch.where(ids < 0, latest, ids)
+
+    def on_device(self, page_size: int) -> Tables:
+        """Return what a recorded decode step looks up."""
+        return Tables(self.table_RN, self.latest_R, self.exact.table_RN if self.exact else None, page_size)
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""

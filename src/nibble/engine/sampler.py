@@ -24,10 +24,9 @@ from torch import Tensor
 from nibble.config import SamplingParams
 from nibble.engine.request import Logprob, Request
 from nibble.kernels import topk
+from nibble.kernels.topk import NO_TOKEN
 from nibble.kernels.transfer import to_device
 
-INVALID_TOKEN = -1
-"""Stands for a token where logits are not numbers."""
 _MASK = (1 << 64) - 1
 _SEED, _POSITION = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -124,7 +123,7 @@ class SampledTokens:
     Args:
         logits_SV: the model's logits.
         tokens_S: int64 on the device, valid ids even where logits are not numbers, so that a next step can run.
-        invalid_S: rows whose logits are not numbers.
+        reported_S: the same for the host, NO_TOKEN where logits are not numbers.
         logprobs: which log-probabilities to read.
         fixed_shapes: as a Sampler has it.
     """
@@ -133,14 +132,14 @@ class SampledTokens:
         self,
         logits_SV: Tensor,
         tokens_S: Tensor,
-        invalid_S: Tensor,
+        reported_S: Tensor,
         logprobs: LogprobRequest | None,
         *,
         fixed_shapes: bool = False,
     ) -> None:
         self.tokens_S = tokens_S
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
-        self._copy = HostCopy(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
+        self._copy = HostCopy(reported_S)
         self._rows: tuple[int, ...] = ()
         if logprobs:
             self._rows, counts = tuple(logprobs.counts), tuple(logprobs.counts.values())
@@ -155,13 +154,13 @@ class SampledTokens:
         return bool(self._rows)
 
     def read_ids(self) -> list[int]:
-        """Return the tokens, INVALID_TOKEN where logits are not numbers: no parameter can mend that."""
+        """Return the tokens, NO_TOKEN where logits are not numbers: no parameter can mend that."""
         (tokens,) = self._copy.read()
         return tokens
 
     def read(self) -> list[Logprob | None]:
         """Return the tokens with their log-probabilities, None where logits are not numbers."""
-        result = [None if token == INVALID_TOKEN else unscored(token) for token in self.read_ids()]
+        result = [None if token == NO_TOKEN else unscored(token) for token in self.read_ids()]
         if self._rows:
             for row, logprob in zip(self._rows, self._logprobs.read(), strict=True):
                 if result[row] is not None:
@@ -239,14 +238,14 @@ class Sampler:
         params = self._params
         adjusted_SV = self._adjust(logits_SV, params, num_output_tokens, drafts)
         # One pass gives the greedy tokens and finds NaN, which is the largest value.
-        peaks_S, tokens_S = topk.row_max(adjusted_SV)
+        tokens_S, reported_S = topk.likeliest(adjusted_SV)
         for rows in params.random:
             counts = [num_output_tokens[i] for i in rows.index]
             drawn_R = _draw(adjusted_SV[rows.index_R], rows, counts, fixed=self.fixed_shapes)
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
-        return SampledTokens(
-            logits_SV, tokens_S, peaks_S.isnan(), params.logprobs, fixed_shapes=self.fixed_shapes
-        )
+        if params.random:
+            reported_S = torch.where(reported_S < 0, reported_S, tokens_S)
+        return SampledTokens(logits_SV, tokens_S, reported_S, params.logprobs, fixed_shapes=self.fixed_shapes)
 
     def _adjust(
         self,

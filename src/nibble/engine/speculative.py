@@ -47,7 +47,7 @@ def accepted_run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
     Args:
         drafts: tokens that were proposed, k of them.
         sampled: what was drawn at each position, k + 1 tokens, each as if the drafts before it were part of the answer;
-            INVALID_TOKEN where logits are not numbers.
+            NO_TOKEN where logits are not numbers.
     """
     count = 0
     for draft, token in zip(drafts, sampled, strict=False):

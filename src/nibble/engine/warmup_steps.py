@@ -74,7 +74,7 @@ def run_prompts(runner: ModelRunner, lengths: Sequence[int], managers: Sequence[
         logits_SV = runner.forward(Batch.from_scheduled(chunks))
         # As the sampler does, with penalties or without.
         for x_SV in (logits_SV, logits_SV.float()):
-            topk.row_max(x_SV)
+            topk.likeliest(x_SV)
 
 
 def run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:

@@ -3,7 +3,7 @@
 One set of types goes from the model runner to a kernel. All of them are frozen: a kernel reads them, nobody edits them.
 
 Shape suffixes: T tokens of the step, B requests of a batch, N pages of its longest request, H query heads, K chosen
-tokens, P pages of a pool, S slots of a page.
+tokens, P pages of a pool, S slots of a page, R rotated values of a head, D all of them.
 """
 
 from __future__ import annotations
@@ -154,3 +154,29 @@ class AttentionParams:
     """The layer that chose them."""
     topk_slots_TK: Tensor | None = None
     """int32: where they lie in the view at hand, which is what a backend reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """What is done to the heads of queries and keys before attention: rotary positions, and a norm before them, if any.
+
+    The first R values x of a head become x * cos + rotate_half(x) * sin (RoPE, Su et al. 2021; halves against each
+    other, as Llama has it).
+    """
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+    norms_D: tuple[Tensor, ...] = ()
+    """Weights of the RMS norms of a query's head and of a key's, where heads are normed."""
+    eps: float = 0.0
+    """Of the norms."""
+
+    @property
+    def q_norm_D(self) -> Tensor | None:
+        """Return the weight of the norm of queries, if there is one."""
+        return self.norms_D[0] if self.norms_D else None
+
+    @property
+    def k_norm_D(self) -> Tensor | None:
+        """Return the weight of the norm of keys, if there is one."""
+        return self.norms_D[1] if self.norms_D else None

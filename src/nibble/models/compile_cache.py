@@ -60,6 +60,7 @@ COMPILING = (
     "kernels/experts/gate.py",
     "kernels/gated/__init__.py",
     "kernels/linear/__init__.py",
+    "kernels/norm/__init__.py",
     "kernels/quantized_linear/__init__.py",
     "kernels/recurrence/types.py",
     "kernels/router/__init__.py",

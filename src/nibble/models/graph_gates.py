@@ -21,6 +21,7 @@ from nibble.kernels import gated, linear
 from nibble.kernels.experts.gate import SILU, Gate
 from nibble.kernels.experts.gate import gated as joined
 from nibble.models.graph_convolutions import TOKENS
+from nibble.models.graph_nodes import INPUTS, call
 from nibble.models.graph_projections import Run, is_pointwise, is_tensor, shape_of, width_of
 
 aten = torch.ops.aten
@@ -54,11 +55,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         weight = weight.args[0]
     elif any(bias):
         return None
-    if (
-        not isinstance(x, fx.Node)
-        or not isinstance(weight, fx.Node)
-        or weight.op not in ("placeholder", "get_attr")
-    ):
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or weight.op not in INPUTS:
         return None
     return (x, weight) if gated.may_serve(weight.meta["val"]) else None
 
@@ -134,16 +131,7 @@ def _replace(graph: fx.Graph, gate: fx.Node, x: fx.Node, weight: fx.Node) -> Non
     """Put the operator in the place of a gate."""
     dims = gate.meta["val"].dim() - x.meta["val"].dim()
     with graph.inserting_before(gate):
-        node = _call(graph, _GATED, x, weight)
+        node = call(graph, _GATED, x, weight)
         if dims:
-            node = _call(graph, aten.unsqueeze.default if dims > 0 else aten.squeeze.dim, node, 0)
+            node = call(graph, aten.unsqueeze.default if dims > 0 else aten.squeeze.dim, node, 0)
     gate.replace_all_uses_with(node)
-
-
-def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
-    """Add a call, and what it is known to return."""
-    node = graph.call_function(target, arguments)
-    values = fx.map_arg(arguments, lambda part: part.meta["val"])
-    with values[0].fake_mode:
-        node.meta["val"] = target(*values)
-    return node

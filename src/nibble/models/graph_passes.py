@@ -4,8 +4,9 @@ Families' own code stays as it is; only the operator that computes a node is ano
 of short rows, products with narrow weights where modules call F.linear themselves, as routers of experts do both, and
 convolutions in front of recurrent rules (graph_convolutions.py), with what makes their inputs (graph_projections.py).
 The first products of an MLP and the gate behind them become one operator (graph_gates.py), and so can a router and the
-layer of experts behind it, where Nibble computes both. What several layers gather of all ranks is gathered once. Last,
-what only serves rows whose logits are wanted is computed for these (graph_rows.py).
+layer of experts behind it, where Nibble computes both. Attention rotates its queries and keys itself (graph_rope.py).
+What several layers gather of all ranks is gathered once. What only serves rows whose logits are wanted is computed for
+these (graph_rows.py), and last, sums and the norms behind them become one operator (graph_norms.py).
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from nibble.models import (
     compile_cache,
     graph_convolutions,
     graph_gates,
+    graph_norms,
     graph_projections,
+    graph_rope,
     graph_rows,
     parallel_rows,
 )
+from nibble.models.graph_nodes import INPUTS
 from nibble.models.linear import narrow_weights
 
 aten = torch.ops.aten
 assert experts and linear and router and parallel_rows  # which define the operators
-_INPUTS = ("placeholder", "get_attr")
-"""What a parameter is in a graph."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,15 @@ class ReplaceOperators(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
             # Not where the bias is a matrix or computed, which kernels read ahead, or a factor is beside it.
             bias = node.args[0]
-            if not node.kwargs and bias.op in _INPUTS and bias.meta["val"].dim() == 1:
+            if not node.kwargs and bias.op in INPUTS and bias.meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
         graph_gates.join_gates(graph, self.device)
+        graph_rope.join_rope(graph, self.device)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
             _join_router(graph, node)
         _share_gathered_rows(graph)
         graph_rows.pick_rows_early(graph)
+        graph_norms.join_norms(graph, self.device)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -78,7 +82,7 @@ class ReplaceOperators(CustomGraphPass):
 
     def _replace_product(self, node: fx.Node, bias: fx.Node | None, x: fx.Node, weight_KN: fx.Node) -> None:
         weight = weight_KN.args[0] if weight_KN.target is aten.permute.default else None
-        if not isinstance(weight, fx.Node) or weight.op not in _INPUTS or weight_KN.args[1] != [1, 0]:
+        if not isinstance(weight, fx.Node) or weight.op not in INPUTS or weight_KN.args[1] != [1, 0]:
             return
         value = weight.meta["val"]
         if value.device.type == self.device and value.is_contiguous() and _facts(value) in self.weights:

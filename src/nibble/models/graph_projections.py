@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nibble.kernels import linear, quantized_linear
 from nibble.kernels.recurrence import Runs
 from nibble.models.graph_convolutions import INPUT_VALUES, MOVES, TOKENS, NotMovedError, size_of
+from nibble.models.graph_nodes import INPUTS
 
 aten = torch.ops.aten
 _JOINED, _PROJECTED = (
@@ -33,8 +34,6 @@ _PRODUCTS = frozenset(
         torch.ops.nibble.linear.default, torch.ops.nibble.quantized_linear.default, aten.mm.default, aten.addmm.default,
     }
 )  # fmt: skip
-_INPUTS = ("placeholder", "get_attr")
-"""What a parameter is in a graph."""
 _DIGITS = 128
 """Values that tell channels apart, in each of the tokens."""
 _TOLERANCE = 1e-4
@@ -77,7 +76,7 @@ def _erase(graph: fx.Graph, rule: fx.Node) -> None:
     stack, erased = [rule], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node in erased or node.users or node.op in _INPUTS or node.target in _PRODUCTS:
+        if node in erased or node.users or node.op in INPUTS or node.target in _PRODUCTS:
             continue
         stack += node.all_input_nodes
         graph.erase_node(node)
@@ -142,8 +141,8 @@ def _gates(log_decay: fx.Node, beta: fx.Node) -> tuple[tuple[fx.Node, ...], tupl
 def _sources(gate: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return the products and the parameters that a gate is computed of."""
     leaves = _leaves(gate, None)
-    products = [leaf for leaf in leaves if leaf.op not in _INPUTS]
-    return products, [leaf for leaf in leaves if leaf.op in _INPUTS]
+    products = [leaf for leaf in leaves if leaf.op not in INPUTS]
+    return products, [leaf for leaf in leaves if leaf.op in INPUTS]
 
 
 def _log_decay(a_TW1: Tensor, paces_H: Tensor, offsets_H: Tensor) -> Tensor:
@@ -202,10 +201,10 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
     leaves, visited, stack = list[fx.Node](), {node}, [node]
     while stack:
         current = stack.pop()
-        if current.target in _PRODUCTS or (current.op in _INPUTS and is_tensor(current)):
+        if current.target in _PRODUCTS or (current.op in INPUTS and is_tensor(current)):
             leaves.append(current)
             continue
-        if current.op in _INPUTS:
+        if current.op in INPUTS:
             continue  # a size
         if not (is_pointwise(current) if between is None else current.target in between):
             if is_tensor(current):
@@ -214,7 +213,7 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
         new = [source for source in current.all_input_nodes if source not in visited]
         visited.update(new)
         stack += new
-    if between is not None and (len(leaves) != 1 or leaves[0].op in _INPUTS):
+    if between is not None and (len(leaves) != 1 or leaves[0].op in INPUTS):
         raise NotMovedError
     return leaves
 
@@ -263,7 +262,7 @@ class Run:
         return self.values[node]
 
     def _compute(self, node: fx.Node) -> Any:
-        if not is_tensor(node) or node.op in _INPUTS or not callable(node.target):
+        if not is_tensor(node) or node.op in INPUTS or not callable(node.target):
             return size_of(node, self._tokens())
         arguments, options = fx.map_arg((node.args, node.kwargs), self)
         return node.target(*arguments, **options)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import recurrent as states
-from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.attention.choices import select_topk
+from nibble.attention.layer import StepContext, attention
 from nibble.attention.operators import (
     Step,
     attention_op,

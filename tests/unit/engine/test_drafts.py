@@ -17,9 +17,10 @@ from nibble.drafts import SpeculativeSpec
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.drafters.lookup import NGRAM, Lookup, NgramIndex
 from nibble.engine.request import Request, ScheduledRequest
-from nibble.engine.sampler import INVALID_TOKEN, Sampler
+from nibble.engine.sampler import Sampler
 from nibble.engine.speculative import DraftLength, Speculation, accepted_run
 from nibble.errors import ConfigError
+from nibble.kernels.topk import NO_TOKEN
 from nibble.model_spec import Phase
 
 VOCAB, DRAFTS, DRAWS = 5, 2, 100_000
@@ -35,7 +36,7 @@ def test_the_first_difference_ends_a_run() -> None:
     assert accepted_run((4, 5), drawn) == drawn
     assert accepted_run((4, 9), drawn) == drawn[:2]
     assert accepted_run((9, 5), drawn) == drawn[:1]
-    invalid = [4, INVALID_TOKEN, 6]
+    invalid = [4, NO_TOKEN, 6]
     assert accepted_run((4, 5), invalid) == invalid[:2], "logits that are not numbers show"
     assert accepted_run((9, 5), invalid) == drawn[:1], "behind a rejected draft they do not matter"
 

@@ -26,12 +26,13 @@ from nibble.cache.pool import PagedPool, _targets
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.formats import scheme
 from nibble.formats import transforms as transform
-from nibble.kernels.append import Target
+from nibble.kernels.append import Target, naive
 from nibble.kernels.append.naive import NaiveAppend as Reference
 from nibble.kernels.append.triton import HeadsAppend
 from nibble.kernels.codecs import ENCODERS
 from nibble.kernels.linear import rotate
 from nibble.kernels.linear.triton import rotate as rotate_twin
+from nibble.kernels.types import Rope
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
 from pairs import rotated
@@ -302,6 +303,89 @@ def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
     assert pool("nvfp4", "hnd").is_capturable == (DEVICE == "cuda")
 
 
+def rope_of(tokens: int, width: int, dim: int, *, has_norm: bool) -> Rope:
+    rng = torch.Generator().manual_seed(3)
+    angles = torch.randn(tokens, width // 2, generator=rng).repeat(1, 2)
+    norms = [1 + torch.randn(dim, generator=rng) / 4 for _ in range(2 * has_norm)]
+    cos, sin, *norms = [x.to(DEVICE) for x in (angles.cos(), angles.sin(), *norms)]
+    return Rope(cos, sin, tuple(norms), 1e-6)
+
+
+ROPES = [(96, 32), (64, 20), (32, 32)]
+"""Values of a head, and how many of them are rotated."""
+
+
+@pytest.mark.parametrize(
+    ("dims", "has_norm", "keeps", "kv_format"),
+    [
+        (ROPES[0], False, False, "fp32"),
+        (ROPES[0], True, True, "nvfp4+kmean+rot"),
+        (ROPES[1], True, False, "fp8_e4m3"),
+        (ROPES[1], False, True, "fp32"),
+        (ROPES[2], False, False, "nvfp4"),
+        (ROPES[2], True, True, "fp32"),
+    ],
+)
+def test_rotation_of_queries_and_keys(
+    dims: tuple[int, int], has_norm: bool, keeps: bool, kv_format: str
+) -> None:
+    """In the launch that stores keys, as by the book; rows of padding have no slot, and their queries rotate too."""
+    dim, width = dims
+    rng = torch.Generator().manual_seed(dim)
+    stored, rows, q_heads = 7, 9, 5
+    wide = torch.randn(rows, q_heads + 2 * HEADS, dim, generator=rng).to(DEVICE)
+    q, k, v = wide.split((q_heads, HEADS, HEADS), 1)  # as one product makes them
+    slots = torch.tensor([6, -1, 0, 19, 7, -1, 3], device=DEVICE)
+    exact_slots = torch.tensor([1, 2, -1, 3, 4, -1, 5], device=DEVICE)
+    rope, found = rope_of(rows, width, dim, has_norm=has_norm), []
+    for make in (HeadsAppend, Reference):
+        exact = pool("fp32", "nhd", (dim, dim))
+        target = pool(kv_format, "hnd", (dim, dim), exact=exact)
+        write = make(_targets(target.view(0), exact.view(0)))
+        streams = {"k": k[:stored], "v": v[:stored]}
+        with np.errstate(all="ignore"):
+            q_out, out = write.rotating(q, streams, slots, exact_slots, rope, keeps_keys=keeps)
+        kept = [q_out, out["k"]] if keeps else [q_out]
+        found.append((kept, bytes_of(exact), bytes_of(target)))
+    (kept, exact_bytes, stored_bytes), (expected, expected_exact, expected_bytes) = found
+    for x, y in zip(kept, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
+    for plane, expected_plane in zip(exact_bytes, expected_exact, strict=True):
+        x, y = plane.view(torch.float32), expected_plane.view(torch.float32)
+        assert torch.equal(x.isnan(), y.isnan())  # what is not stored stays poisoned
+        torch.testing.assert_close(x.nan_to_num(), y.nan_to_num(), atol=2e-6, rtol=2e-6)
+    if kv_format != "fp32":  # last bits decide few codes
+        differing = [
+            (x != y).float().mean().item() for x, y in zip(stored_bytes, expected_bytes, strict=True)
+        ]
+        assert max(differing) < 0.01
+
+
+@pytest.mark.parametrize("pair", ["halves", "neighbours"])
+def test_rotation_turns_halves(pair: str) -> None:
+    """A quarter turn: cos 0 and sin 1 exchange the halves of a head, the upper one with its sign changed."""
+    x = torch.arange(1.0, 9.0, device=DEVICE).view(1, 1, 8)
+    rope = Rope(torch.zeros(1, 8, device=DEVICE), torch.ones(1, 8, device=DEVICE))
+    expected = [-5, -6, -7, -8, 1, 2, 3, 4] if pair == "halves" else [-2, 1, -4, 3, -6, 5, -8, 7]
+    is_equal = torch.equal(naive.rotated(x, rope, None).flatten().cpu(), torch.tensor(expected).float())
+    assert is_equal == (pair == "halves")
+
+
+def test_rotation_where_the_kernel_cannot() -> None:
+    """Queries of another dtype than positions: by the book, and stored by the kernel."""
+    q, k, v = (torch.randn(3, n, 32, device=DEVICE) for n in (4, HEADS, HEADS))
+    target = pool("fp32", "hnd", (32, 32))
+    write, rope = HeadsAppend(_targets(target.view(0))), rope_of(3, 32, 32, has_norm=False)
+    half = replace(rope, cos_TR=rope.cos_TR.bfloat16(), sin_TR=rope.sin_TR.bfloat16())
+    slots = torch.tensor([0, 1, 2], device=DEVICE)
+    q_out, out = write.rotating(q, {"k": k, "v": v}, slots, None, half, keeps_keys=False)
+    assert torch.equal(q_out, naive.rotated(q, half, None)) and torch.equal(
+        out["k"], naive.rotated(k, half, None)
+    )
+    found = target.view(0).streams["k"].planes[0][0, :, :3].transpose(0, 1)
+    assert torch.equal(found, out["k"])
+
+
 def test_every_format_has_its_encoders() -> None:
     assert ENCODERS.keys() == set(scheme.fitting(*ONE_HEAD)) & set(formats.names())
     assert all(encoders.keys() == set(formats.get(name).encoders) for name, encoders in ENCODERS.items())
@@ -350,7 +434,8 @@ for arch in (89, 90):
         encode = next(iter(ENCODERS[name].values()))
         fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
                      ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8,
-                     PDL=arch >= 90)
+                     PDL=arch >= 90, ROPE=None, Q_HEADS=None,
+                     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "q_norm_D", "k_norm_D", "eps")))
         planes = dict.fromkeys(("k_planes", "v_planes"), ("*u8",) * len(widths))
         for absent in (dict.fromkeys(exact), {}):
             constants = {**fixed, **absent}

@@ -1,13 +1,13 @@
 """Appending new tokens of a layer to its pages, and dequantising pages and tokens, by the book in torch.
 
-Shape suffixes: T tokens, P pages, H heads, S slots of a page, D values of a head; B requests, N pages of a request,
-L tokens (N * S).
+Shape suffixes: T tokens, P pages, H heads, S slots of a page, D values of a head, R of them that rope rotates;
+B requests, N pages of a request, L tokens (N * S).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nibble.formats.base import in_token_order, raw
 from nibble.formats.transforms import Transform
-from nibble.kernels.types import Paged
+from nibble.kernels.types import Paged, Rope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,11 +51,56 @@ class KVAppend(Protocol):
         """
         ...
 
+    def rotating(
+        self,
+        q_THD: Tensor,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None,
+        rope: Rope,
+        *,
+        keeps_keys: bool,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Rotate queries and keys, and store keys and values; see append_rotated()."""
+        ...
+
+
+def append_rotated(
+    write: KVAppend,
+    q_THD: Tensor,
+    streams: Mapping[str, Tensor],
+    slot_mapping_T: Tensor,
+    exact_slot_mapping_T: Tensor | None,
+    rope: Rope,
+    *,
+    keeps_keys: bool,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Rotate queries and keys, and store keys and values.
+
+    Args:
+        write: stores streams.
+        q_THD: queries, and maybe rows of padding behind those that are stored.
+        streams: `k` and `v`, of the rows that are stored.
+        slot_mapping_T: see KVAppend.
+        exact_slot_mapping_T: see KVAppend.
+        rope: of all rows of the queries.
+        keeps_keys: whether anybody else needs rotated keys.
+
+    Returns:
+        Queries and streams as attention takes them; keys may not be among these where they are not kept.
+    """
+    stored = len(slot_mapping_T)
+    of_stored = replace(rope, cos_TR=rope.cos_TR[:stored], sin_TR=rope.sin_TR[:stored])
+    streams = {**streams, "k": rotated(streams["k"], of_stored, rope.k_norm_D)}
+    write(streams, slot_mapping_T, exact_slot_mapping_T)
+    return rotated(q_THD, rope, rope.q_norm_D), streams
+
 
 class NaiveAppend:
     """The definition. Streams that are alike are encoded in one go, which halves the calls."""
 
     is_capturable = False
+    rotating = append_rotated
 
     def __init__(self, targets: Mapping[str, Target], joint_scale: Tensor | None = None) -> None:
         self._targets = targets
@@ -105,6 +150,23 @@ def _transformed(x_THD: Tensor, target: Target) -> Tensor:
     for transform in target.transforms:
         x_THD = transform.key(x_THD, target.mean_HD)
     return x_THD
+
+
+def rotated(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
+    """Return heads of queries or keys, normed where there is a weight, and rotated; rounded once.
+
+    Args:
+        x_THD: as products made them.
+        rope: of their tokens.
+        weight_D: of the norm.
+    """
+    cos_T1R, sin_T1R, x = rope.cos_TR[:, None].float(), rope.sin_TR[:, None].float(), x_THD.float()
+    if weight_D is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rope.eps) * weight_D.float()
+    turning, rest = x.split((cos_T1R.shape[-1], x.shape[-1] - cos_T1R.shape[-1]), -1)
+    low, high = turning.chunk(2, -1)
+    turned = turning * cos_T1R + torch.cat((-high, low), -1) * sin_T1R
+    return torch.cat((turned, rest), -1).to(x_THD.dtype)
 
 
 def _writer(storage_PHS: Tensor, interleave: int) -> Callable[[Tensor, Tensor], None]:

@@ -1,8 +1,8 @@
-"""Triton kernels that transform, encode and store new tokens of a layer, or dequantise whole pages, in one launch.
+"""Triton kernels that store new tokens of a layer, rotated, transformed and encoded, or dequantise whole pages.
 
 What a format does to a tile is its encoder's business (codecs/base.py), which the kernel gets as an argument: a kernel
 knows planes, and no format. K and V go through HeadsAppend, a single stream of one head (latents, index keys) through
-RowAppend, which also serves columns of records. HeadsAppend fills exact pages in the same launch.
+RowAppend, which also serves columns of records. HeadsAppend fills exact pages in the same launch, and rotates queries.
 
 Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile: heads of a token in HeadsAppend, tokens in
 RowAppend and gather_kernel; B requests, N pages of a request, L tokens (N * page size). A tile's R and D are padded to
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -21,12 +22,12 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from nibble.kernels import cdiv, gpu_of, next_power_of_2
-from nibble.kernels.append.naive import Target
+from nibble.kernels.append.naive import Target, append_rotated
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
 from nibble.kernels.launches import Launches
 from nibble.kernels.linear.triton import rotate_tile
-from nibble.kernels.types import Paged
+from nibble.kernels.types import Paged, Rope
 
 serves = tiles.serves
 TRANSFORMS = ("kmean", "rot")
@@ -40,6 +41,8 @@ MANY_ROWS, ROW_WARPS = 4, 2
 """Of a program of RowAppend, where there are more tokens."""
 NO_EXACT = (None, None, None)
 """Stands for the slots and planes of exact pages where nothing is stored there."""
+NO_ROPE = (None,) * 7 + (0.0,)
+"""Stands for queries, and for what rotates them and keys, where nothing does."""
 TILE_VALUES = 4096
 """Values of a tile of gather_kernel."""
 
@@ -47,38 +50,76 @@ TILE_VALUES = 4096
 # ---- K and V ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stored", "eps"])
 def append_heads_kernel(
     k, v, slots, exact_slots, exact_k, exact_v, k_planes, v_planes, k_scale_H, v_scale_H, k_mean_HD,
-    k_stride_T, k_stride_H, v_stride_T, v_stride_H,
+    q, q_out, k_out, cos, sin, q_norm_D, k_norm_D, eps, stored,
+    k_stride_T, k_stride_H, v_stride_T, v_stride_H, q_stride_T, q_stride_H,
     K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     HEADS_FIRST: tl.constexpr, EXACT_HEADS_FIRST: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, Q_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V.
 
-    Where there are exact pages, the heads are stored there too, at a slot of their own.
+    Where there are exact pages, the heads are stored there too, at a slot of their own. ROPE: values of a head of keys
+    that are rotated first. Then queries are rotated, too, by as many more programs as their heads need.
     """
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
     head_R = tl.program_id(1) * R + tl.arange(0, R)
+    if ROPE:
+        cos += token * ROPE
+        sin += token * ROPE
+        if part >= 2:
+            q_head_R = head_R + (part - 2) * tl.num_programs(1) * R
+            keep_R = q_head_R < Q_HEADS
+            q_RD = _load_rotated(
+                q + token * q_stride_T + q_head_R * q_stride_H, keep_R, cos, sin, q_norm_D, eps, K_DIM, ROPE
+            )
+            _store_rows(q_out, q_RD, token * Q_HEADS + q_head_R, keep_R, K_DIM)
+            return
+        if token >= stored:
+            return
     slot = tl.load(slots + token)
     place, exact_place = _place(slot, head_R, HEADS, PAGE, HEADS_FIRST), None
     if exact_slots is not None:
         exact_slot = tl.load(exact_slots + token)
-        if (slot < 0) & (exact_slot < 0):
+        if (slot < 0) & (exact_slot < 0) & (k_out is None):
             return
         exact_place = _place(exact_slot, head_R, HEADS, PAGE, EXACT_HEADS_FIRST)
-    if tl.program_id(2) == 0:
+    if part == 0:
+        # --- load and transform
+        live_R = _live(head_R, place, exact_place, k_out, HEADS)
+        rows = k + token * k_stride_T + head_R * k_stride_H
+        if ROPE:
+            k_RD = _load_rotated(rows, live_R, cos, sin, k_norm_D, eps, K_DIM, ROPE)
+            if k_out is not None:
+                _store_rows(k_out, k_RD, token * HEADS + head_R, live_R, K_DIM)
+        else:
+            k_RD = _load_rows(rows, live_R, K_DIM)
         _append_rows(
-            k + token * k_stride_T, k_stride_H, k_mean_HD, k_scale_H, k_planes, exact_k, head_R, place, exact_place,
-            K_DIM, ROTATE, K_ENCODE, K_WIDTHS,
+            k_RD, k_mean_HD, k_scale_H, k_planes, exact_k, head_R, place, exact_place, K_DIM, ROTATE, K_ENCODE,
+            K_WIDTHS,
         )  # fmt: skip
     else:
+        live_R = _live(head_R, place, exact_place, None, HEADS)
+        v_RD = _load_rows(v + token * v_stride_T + head_R * v_stride_H, live_R, V_DIM)
         _append_rows(
-            v + token * v_stride_T, v_stride_H, None, v_scale_H, v_planes, exact_v, head_R, place, exact_place,
-            V_DIM, 0, V_ENCODE, V_WIDTHS,
-        )  # fmt: skip
+            v_RD, None, v_scale_H, v_planes, exact_v, head_R, place, exact_place, V_DIM, 0, V_ENCODE, V_WIDTHS
+        )
+
+
+@triton.jit
+def _live(head_R, place, exact_place, out, HEADS: tl.constexpr):
+    """Return which heads are needed: those that are stored anywhere, and all where they are left in `out`."""
+    live_R = place[1]
+    if exact_place is not None:
+        live_R |= exact_place[1]
+    if out is not None:
+        live_R = head_R < HEADS
+    return live_R
 
 
 @triton.jit
@@ -95,17 +136,14 @@ def _place(slot, head_R, HEADS: tl.constexpr, PAGE: tl.constexpr, HEADS_FIRST: t
 
 @triton.jit
 def _append_rows(
-    x, stride, mean_HD, scale_H, planes, exact, head_R, place, exact_place,
+    x_RD, mean_HD, scale_H, planes, exact, head_R, place, exact_place,
     DIM: tl.constexpr, ROTATE: tl.constexpr, ENCODE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Append some heads of a token of one stream at their place, and as they are to exact pages."""
     row_R, keep_R = place
-    # --- load and transform
-    live_R = keep_R if exact_place is None else keep_R | exact_place[1]
-    x_RD = _load_rows(x + head_R * stride, live_R, DIM)
     if exact_place is not None:
         _store_rows(exact, x_RD, exact_place[0], exact_place[1], DIM)
-    # The mean is that of keys before their rotation, so it is subtracted first.
+    # The mean is that of keys before this rotation, so it is subtracted first.
     if mean_HD is not None:
         x_RD -= _load_rows(mean_HD + head_R * DIM, keep_R, DIM)
     if ROTATE:
@@ -116,6 +154,24 @@ def _append_rows(
     # --- store
     for i in tl.static_range(len(WIDTHS)):
         _store_rows(planes[i], encoded[i], row_R, keep_R, WIDTHS[i])
+
+
+@triton.jit
+def _load_rotated(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Load rows, normed where there is a weight, and with rotary positions, rounded to what they are stored in."""
+    column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    turns, low = column < ROPE, column < ROPE // 2
+    other = tl.where(low, column + ROPE // 2, column - ROPE // 2)
+    x_RD = _load_rows(rows, keep_R, DIM)
+    y_RD = tl.load(rows[:, None] + other, mask=keep_R[:, None] & turns, other=0.0).to(tl.float32)
+    if weight_D is not None:
+        factor_R1 = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / DIM + eps)[:, None]
+        x_RD *= factor_R1 * tl.load(weight_D + column, mask=column < DIM, other=0.0).to(tl.float32)
+        y_RD *= factor_R1 * tl.load(weight_D + other, mask=turns, other=0.0).to(tl.float32)
+    c = tl.load(cos + column, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + column, mask=turns, other=0.0).to(tl.float32)
+    x_RD = x_RD * c + tl.where(low, -y_RD, y_RD) * s
+    return x_RD.to(rows.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -142,7 +198,7 @@ class HeadsAppend:
         exact = [pages for target in (targets["k"], targets["v"]) if (pages := target.exact)]
         widest = next_power_of_2(max(k.dim, v.dim))
         rows = min(next_power_of_2(k.heads), max(1, PROGRAM_VALUES // widest))
-        self._groups = cdiv(k.heads, rows)
+        self._dim, self._rows, self._groups = k.dim, rows, cdiv(k.heads, rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._exact = tuple(pages.planes_PHS[0] for pages in exact)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
@@ -162,18 +218,73 @@ class HeadsAppend:
         exact_slot_mapping_T: Tensor | None = None,
     ) -> None:
         """Store `k` and `v`."""
+        self._append(
+            streams,
+            slot_mapping_T,
+            exact_slot_mapping_T,
+            len(slot_mapping_T),
+            2,
+            NO_ROPE,
+            (0, 0),
+            (None, None),
+        )
+
+    def rotating(
+        self,
+        q_THD: Tensor,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None,
+        rope: Rope,
+        *,
+        keeps_keys: bool,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Rotate queries and keys, and store `k` and `v`; see naive.append_rotated()."""
+        rows, heads, dim = q_THD.shape
+        k_THD = streams["k"]
+        if dim != self._dim or {q_THD.dtype, k_THD.dtype} != {rope.cos_TR.dtype}:
+            return append_rotated(
+                self, q_THD, streams, slot_mapping_T, exact_slot_mapping_T, rope, keeps_keys=keeps_keys
+            )
+        q_THD, out_THD = _readable(q_THD), q_THD.new_empty(q_THD.shape)
+        keys_THD = k_THD.new_empty(k_THD.shape) if keeps_keys else None
+        arguments = (
+            q_THD, out_THD, keys_THD, rope.cos_TR.contiguous(), rope.sin_TR.contiguous(),
+            rope.q_norm_D, rope.k_norm_D, rope.eps,
+        )  # fmt: skip
+        programs = 2 + cdiv(heads, self._groups * self._rows)
+        strides, constants = (q_THD.stride(0), q_THD.stride(1)), (rope.cos_TR.shape[1], heads)
+        self._append(
+            streams, slot_mapping_T, exact_slot_mapping_T, rows, programs, arguments, strides, constants
+        )
+        return out_THD, {"k": k_THD if keys_THD is None else keys_THD, "v": streams["v"]}
+
+    def _append(
+        self,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None,
+        tokens: int,
+        programs: int,
+        rope: tuple[Any, ...],
+        q_strides: tuple[int, int],
+        rope_constants: tuple[int | None, int | None],
+    ) -> None:
+        """Launch the kernel: so many programs for each of the tokens."""
         k, v = _readable(streams["k"]), _readable(streams["v"])
-        tokens = slot_mapping_T.shape[0]
         assert self._exact or exact_slot_mapping_T is None, "there are exact slots, but no exact pages"
         exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
-        if tokens:
-            warps = self._warps[tokens > FEW_TOKENS]
-            strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-            self._launches(
-                append_heads_kernel, (tokens, self._groups, 2), (k, v, slot_mapping_T, exact[0], *strides, (warps,)),
-                (k, v, slot_mapping_T, *exact, *self._tensors, *strides, *self._constants),
-                num_warps=warps, **self._launch,
-            )  # fmt: skip
+        if not tokens:
+            return
+        warps = self._warps[tokens > FEW_TOKENS]
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *q_strides
+        self._launches(
+            append_heads_kernel, (tokens, self._groups, programs),
+            (k, v, slot_mapping_T, exact[0], *strides, *rope[:-1], (warps, *rope_constants)),
+            (k, v, slot_mapping_T, *exact, *self._tensors, *rope, len(slot_mapping_T), *strides, *self._constants,
+             *rope_constants),
+            num_warps=warps, **self._launch,
+        )  # fmt: skip
 
     @staticmethod
     def serves(targets: Mapping[str, Target]) -> bool:
@@ -263,6 +374,7 @@ class RowAppend:
     """Appends the one stream of a layer that has one head; see naive.KVAppend."""
 
     is_capturable = True
+    rotating = append_rotated
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         ((self._name, target),) = targets.items()

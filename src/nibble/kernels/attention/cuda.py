@@ -211,8 +211,9 @@ class Decode:
         return self._workspaces[key]
 
     def __call__(
-        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
-    ) -> Tensor:
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute the attention of a few query tokens a request over stored pages.
 
         Args:
@@ -221,6 +222,7 @@ class Decode:
             v: Pages of the values.
             batch: The pages and lengths of requests.
             params: Scale, window, capping and sinks.
+            out_THD: Where to leave the output, contiguous, if anywhere.
 
         Returns:
             The output [T, H, D] in the dtype of q_THD.
@@ -228,7 +230,8 @@ class Decode:
         Raises:
             BackendError: The batch is larger than the kernel can count, or its requests have too many query rows.
         """
-        return self._launch(q_THD, k, v, batch, params, torch.empty_like(q_THD))
+        out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
+        return self._launch(q_THD, k, v, batch, params, out_THD)
 
     def partial(
         self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams

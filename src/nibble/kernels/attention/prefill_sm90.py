@@ -184,8 +184,9 @@ class _Pages:
 
 
 def prefill_attention(
-    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, blocks: Sequence[Block], params: AttentionParams
-) -> Tensor:
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, blocks: Sequence[Block], params: AttentionParams,
+    out_THD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return attention of each request's last tokens over its pages.
 
     Args:
@@ -195,15 +196,18 @@ def prefill_attention(
         batch: The requests.
         blocks: From plan_blocks.
         params: Scale, window, capping and sinks.
+        out_THD: Where to leave what is returned, contiguous, if anywhere.
 
     Returns:
         [T, H, D] in the query's dtype.
     """
-    if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
-        from nibble.kernels.attention.triton import paged_attention
+    if out_THD is None:
+        if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
+            from nibble.kernels.attention.triton import paged_attention
 
-        return paged_attention(q_THD, k, v, few, params, max(few.seq_lens))
-    q_THD, out_THD = _copyable(q_THD), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            return paged_attention(q_THD, k, v, few, params, max(few.seq_lens))
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    q_THD = _copyable(q_THD)
     pages = _Pages(k, v, batch.page_table_BN, params)
     for block in blocks:
         _attend(q_THD[block.rows], pages, block.plan, out_THD[block.rows], None)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nibble.kernels import triton_present
 from nibble.kernels.topk import naive
+from nibble.kernels.topk.naive import NO_TOKEN
+
+__all__ = ["NO_TOKEN", "draw_likeliest", "likeliest", "serves", "topk"]
 
 MAX_VALUES, MAX_K = 1024, 32
 """The longest row that topk() serves, and the most of its values."""
@@ -40,20 +43,20 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest value of each row, and its place, the first of several: x.max(-1), with NaN as the largest.
+def likeliest(x_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token that each row of logits makes likeliest, the first of several.
 
     Args:
-        x_SV: Rows.
+        x_SV: Logits.
 
     Returns:
-        [S] in the dtype of x, and int64 [S].
+        int64 [S], a token of the vocabulary in any case; and the same with NO_TOKEN where a value of the row is NaN.
     """
     if _has_kernels(x_SV) and x_SV.dtype in DTYPES and x_SV.stride(1) == 1:
         from nibble.kernels.topk import triton as fast
 
-        return fast.row_max(x_SV)
-    return naive.row_max(x_SV)
+        return fast.likeliest(x_SV)
+    return naive.likeliest(x_SV)
 
 
 def draw_likeliest(x_SV: Tensor, ids_V: Tensor | None, tokens_S: Tensor, chances_S: Tensor) -> None:

@@ -109,14 +109,15 @@ def part_max_kernel(x, maxima, sums, stride, width, B: tl.constexpr, SUMS: tl.co
 
 
 @triton.jit(do_not_specialize=["parts"])
-def row_max_kernel(x, maxima, values, indices, stride, parts, P: tl.constexpr, PDL: tl.constexpr):
+def likeliest_kernel(x, maxima, tokens, reported, stride, parts, P: tl.constexpr, PDL: tl.constexpr):
     """Find the largest of a row's parts. Grid: rows."""
     wait_for_inputs(PDL)
     row, p_P = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     both = tl.max(tl.load(maxima + row * parts + p_P, mask=p_P < parts, other=NO_PART), 0)
     index = (both & LARGEST) ^ LARGEST
-    tl.store(indices + row, index)
-    tl.store(values + row, tl.load(x + row * stride + index))
+    tl.store(tokens + row, index)
+    is_number = tl.abs(tl.load(x + row * stride + index).to(tl.float32)) <= float("inf")
+    tl.store(reported + row, tl.where(is_number, index, -1))  # NO_TOKEN
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -136,20 +137,19 @@ def draw_kernel(maxima, sums, ids, tokens, chances, parts, P: tl.constexpr, HAS_
     tl.store(chances + row, (1.0 / tl.sum(sum_P * share_P, 0)).to(tl.float64))
 
 
-def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest value of each row, and its place, the first of several. Rows must be contiguous."""
-    rows, device = len(x_SV), x_SV.device
-    values_S = torch.empty(rows, dtype=x_SV.dtype, device=device)
-    indices_S = torch.empty(rows, dtype=torch.int64, device=device)
+def likeliest(x_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of each row's largest value; see naive.py. Rows must be contiguous."""
+    rows = len(x_SV)
+    tokens_S, reported_S = torch.empty(2, rows, dtype=torch.int64, device=x_SV.device)
     if not rows:
-        return values_S, indices_S
+        return tokens_S, reported_S
     maxima_SP, _, options = _part_maxima(x_SV, with_sums=False)
     parts = maxima_SP.shape[1]
-    row_max_kernel[(rows,)](
+    likeliest_kernel[(rows,)](
         x_SV,
         maxima_SP,
-        values_S,
-        indices_S,
+        tokens_S,
+        reported_S,
         x_SV.stride(0),
         parts,
         next_power_of_2(parts),
@@ -157,7 +157,7 @@ def row_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=1,
         **options,
     )
-    return values_S, indices_S
+    return tokens_S, reported_S
 
 
 def draw_likeliest(x_SV: Tensor, ids_V: Tensor | None, tokens_S: Tensor, chances_S: Tensor) -> None:

@@ -110,6 +110,19 @@ class Cuda(AttentionBackend):
             return self._wide.forward(q_THD, view, batch, params, None)
         return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params)
 
+    def forward_into(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
+        out_THD: Tensor,
+    ) -> None:  # fmt: skip
+        """Let the kernel store the output there."""
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        if state is not None:
+            self._prompts.prefill_attention(q_THD, k, v, batch, state, params, out_THD)
+        elif self._is_wide(q_THD, k, batch):
+            self._wide.forward_into(q_THD, view, batch, params, None, out_THD)
+        else:
+            self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params, out_THD)
+
     def forward_partial(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
     ) -> PartialAttention:

@@ -1,0 +1,48 @@
+"""What graph passes share: what a node is, calls that are added, and nodes that nobody uses any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+Node = Any
+"""An fx.Node, whose arguments have types that say nothing of them."""
+INPUTS = ("placeholder", "get_attr")
+"""What a parameter is in a graph."""
+
+
+def both(x: Any, target: Any) -> list[tuple[Node, Node]]:
+    """Return the two operands of a sum or product in both orders; none of another node."""
+    if (
+        not is_call(x, target)
+        or x.kwargs
+        or len(x.args) != 2
+        or not all(isinstance(y, fx.Node) for y in x.args)
+    ):
+        return []
+    return [(x.args[0], x.args[1]), (x.args[1], x.args[0])]
+
+
+def is_call(x: Any, target: Any) -> bool:
+    """Return whether an argument is a call of an operator."""
+    return isinstance(x, fx.Node) and x.target is target
+
+
+def call(graph: fx.Graph, target: Any, *arguments: Any) -> Node:
+    """Add a call, and what it is known to return."""
+    node = graph.call_function(target, arguments)
+    values = fx.map_arg(arguments, lambda part: part.meta["val"])
+    with values[0].fake_mode:
+        node.meta["val"] = target(*values)
+    return node
+
+
+def erase(graph: fx.Graph, node: Any) -> None:
+    """Erase a node that nobody uses any more, and what it alone used."""
+    if not isinstance(node, fx.Node) or node.users or node.op != "call_function":
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        erase(graph, source)

@@ -1,0 +1,104 @@
+"""RMS norms behind a sum, in the graph of a compiled model: one operator adds up and norms (kernels/norm).
+
+The formula is read off the graph: y * rsqrt(mean(y ** 2) + eps) * weight in float32, of y = residual + x.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nibble.kernels import norm
+from nibble.models.graph_nodes import INPUTS, Node, both, call, erase, is_call
+
+aten = torch.ops.aten
+assert norm  # which defines the operator
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def join_norms(graph: fx.Graph, device: str) -> int:
+    """Join sums with the norms behind them, in place, on one type of device; return how many."""
+    count = 0
+    for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if product.meta["val"].device.type == device and (found := matched_norm(product)):
+            count += _join(graph, product, *found)
+    return count
+
+
+def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float) -> bool:
+    """Put the operator in the place of a norm, and of what it is taken of, if that is a sum."""
+    if len(product.users) == 1 and is_call(user := next(iter(product.users)), _CONVERT):
+        product = user  # of a product that is rounded behind its factor
+    if not is_call(total, aten.add.Tensor) or total.kwargs or product.meta["val"].dtype != _dtype(total):
+        return False
+    residual, x = total.args
+    if not all(isinstance(y, fx.Node) and _is_alike(y, total) for y in (residual, x)):
+        return False
+    if not norm.serves(total.meta["val"]):
+        return False
+    with graph.inserting_before(total):
+        pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, eps)
+        parts = [graph.call_function(operator.getitem, (pair, place)) for place in range(2)]
+    for part, value, old in zip(parts, pair.meta["val"], (total, product), strict=True):
+        part.meta["val"] = value
+        old.replace_all_uses_with(part)
+    erase(graph, product)
+    erase(graph, total)
+    return True
+
+
+def _is_alike(x: Node, other: Node) -> bool:
+    """Return whether two nodes are tensors of one shape and dtype."""
+    one, two = x.meta["val"], other.meta["val"]
+    # Compared as they are, sizes that vary would become conditions of the model.
+    return (
+        isinstance(one, Tensor)
+        and one.dtype == two.dtype
+        and [*map(str, one.shape)] == [*map(str, two.shape)]
+    )
+
+
+def _dtype(x: Node) -> torch.dtype:
+    dtype: torch.dtype = x.meta["val"].dtype
+    return dtype
+
+
+# ---- the formula -----------------------------------------------------------------------------------------------------
+
+
+def matched_norm(x: Node) -> tuple[Node, Node, float] | None:
+    """Match the RMS norm over the last dimension -> (what is normed, the weight, eps)."""
+    for factors, rounded in both(x, aten.mul.Tensor):
+        weight = _unrounded(factors)
+        if weight.op not in INPUTS or weight.meta["val"].dim() != 1:
+            continue
+        for heads, factor in both(_unrounded(rounded), aten.mul.Tensor):
+            y, eps = _unrounded(heads), _eps(factor)
+            if eps is not None and _is_mean_square(factor.args[0].args[0], y):
+                return y, weight, eps
+    return None
+
+
+def _eps(factor: Node) -> float | None:
+    """Match rsqrt(a node + eps) -> eps."""
+    if not is_call(factor, aten.rsqrt.default) or not is_call(factor.args[0], aten.add.Tensor):
+        return None
+    _, eps = factor.args[0].args
+    return eps if isinstance(eps, float) else None
+
+
+def _is_mean_square(mean: Any, y: Node) -> bool:
+    """Return whether a node is the mean of y ** 2 over the last dimension."""
+    last = y.meta["val"].dim() - 1
+    if not is_call(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([last], True)):
+        return False
+    square = mean.args[0]
+    return is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _unrounded(square.args[0]) is y
+
+
+def _unrounded(x: Node) -> Node:
+    """Return what a node is in another dtype."""
+    return x.args[0] if x.target is _CONVERT else x

@@ -1,0 +1,200 @@
+"""Rotary positions of queries and keys, in the graph of a compiled model: attention's operator applies them.
+
+A family's code rotates queries and keys, maybe behind a norm of each head, and hands them to attention, which stores
+the keys and reads both again. The kernel that stores keys has them at hand, so it can do all of it (kernels/append).
+
+The formula is read off the graph: x * cos + cat(-x[half:], x[:half]) * sin, of whole heads or of their first values,
+and in front of it x * rsqrt(mean(x ** 2) + eps) * weight, in float32. What is written otherwise stays as it is, and so
+does what has the formula but comes from anything else than a product: a kernel is then there in any case, which may as
+well rotate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from nibble.attention.operators import SEPARATOR
+from nibble.models.graph_nodes import Node, both, call, erase, is_call
+from nibble.models.graph_norms import matched_norm
+
+aten = torch.ops.aten
+_ATTENTION = torch.ops.nibble.attention.default
+_STREAMS, _NAMES, _ROPE, _EPS = 1, 2, 12, 13
+"""Places of the operator's arguments."""
+_VIEWS = (
+    aten.select.int, aten.permute.default, aten.transpose.int, aten.view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.slice.Tensor, aten.alias.default, aten.reshape.default,
+)  # fmt: skip
+_PARTS = (operator.getitem, aten.split_with_sizes.default, aten.split.Tensor)
+_HEADS_FIRST = [0, 2, 1, 3]
+_PRODUCTS = (torch.ops.nibble.linear.default, aten.mm.default, aten.addmm.default)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Where rotated heads come from."""
+
+    source: Node
+    views: tuple[Node, ...]
+    """What the graph does to them before attention, the first one first."""
+    cos: Node
+    sin: Node
+    """[1, 1, T, R]."""
+    norm: Node | None = None
+    """The weight of the norm of a head."""
+    eps: float = 0.0
+
+
+def join_rope(graph: fx.Graph, device: str) -> int:
+    """Let attention rotate queries and keys where the graph does, in place, on one type of device; return how often."""
+    count = 0
+    node: Node
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        names = node.args[_NAMES].split(SEPARATOR)
+        if names != ["k", "v"] or node.meta["val"].device.type != device:
+            continue
+        q, k = _heads(node.args[0]), _heads(node.args[_STREAMS][0])
+        if q and k and _fit(q, k):
+            _join(graph, node, q, k)
+            count += 1
+    return count
+
+
+def _fit(q: _Heads, k: _Heads) -> bool:
+    """Return whether one call can rotate queries and keys: by the same numbers, both normed or neither."""
+    return (q.cos, q.sin, q.eps, q.norm is None) == (k.cos, k.sin, k.eps, k.norm is None)
+
+
+def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads) -> None:
+    arguments = list(node.args)
+    queries, (keys, values) = arguments[0], arguments[_STREAMS]
+    with graph.inserting_before(node):
+        arguments[0] = _seen(graph, q.source, q.views)
+        arguments[_STREAMS] = [_seen(graph, k.source, k.views), values]
+        norms = [heads.norm for heads in (q, k) if heads.norm]
+        # Their view without the dimensions of 1; all layers have the same.
+        arguments[_ROPE] = [*(_rows(graph, part) for part in (q.cos, q.sin)), *norms]
+        arguments[_EPS] = q.eps
+    node.args = tuple(arguments)
+    for unused in (queries, keys):
+        erase(graph, unused)
+
+
+def _seen(graph: fx.Graph, source: Node, views: Sequence[Node]) -> Node:
+    """Return the same views of another node."""
+    for view in views:
+        source = call(graph, view.target, source, *view.args[1:])
+    return source
+
+
+def _rows(graph: fx.Graph, part: Node) -> Node:
+    """Return cosines or sines [1, 1, T, R] as [T, R], the same node for all layers."""
+    for user in part.users:
+        if user.target is aten.select.int and user.meta.get("nibble_rows"):
+            return user
+    with graph.inserting_after(part):
+        first = call(graph, aten.select.int, part, 0, 0)
+    with graph.inserting_after(first):
+        rows = call(graph, aten.select.int, first, 0, 0)
+    first.meta["nibble_rows"] = True
+    return rows
+
+
+# ---- the formula -----------------------------------------------------------------------------------------------------
+
+
+def _heads(x: Any) -> _Heads | None:
+    """Return where rotated heads come from, None where they are not rotated as kernels do it."""
+    views = list[Node]()
+    while isinstance(x, fx.Node) and x.target in (*_VIEWS, aten.clone.default):
+        # A copy only gives memory another order, of which kernels take any.
+        if x.target in _VIEWS:
+            views.insert(0, x)
+        x = x.args[0]
+    heads = _partly(x) or _rotated(x)
+    if heads is None:
+        return None
+    heads = replace(heads, views=tuple(views))
+    order = heads.source
+    if (
+        order.target is aten.permute.default
+        and order.args[1] == _HEADS_FIRST
+        and (norm := matched_norm(order.args[0]))
+    ):
+        source, weight, eps = norm
+        heads = _Heads(source, (order, *views), heads.cos, heads.sin, weight, eps)
+    return heads if _is_product(heads.source) else None
+
+
+def _is_product(x: Node) -> bool:
+    while x.target in (*_VIEWS, *_PARTS):
+        x = x.args[0]
+    return x.target in _PRODUCTS
+
+
+def _rotated(x: Any) -> _Heads | None:
+    """Match x * cos + cat(-x[half:], x[:half]) * sin."""
+    for straight, turned in both(x, aten.add.Tensor):
+        for source, cos in both(straight, aten.mul.Tensor):
+            for halves, sin in both(turned, aten.mul.Tensor):
+                if _is_turned(halves, source) and _is_table(cos, source) and _is_table(sin, source):
+                    return _Heads(source, (), cos, sin)
+    return None
+
+
+def _partly(x: Any) -> _Heads | None:
+    """Match cat(rotated(x[:R]), x[R:])."""
+    if not is_call(x, aten.cat.default) or len(x.args[0]) != 2 or _dim(x, 1) != 3:
+        return None
+    first, rest = x.args[0]
+    heads = _rotated(first)
+    if heads is None or not is_call(heads.source, aten.slice.Tensor) or not is_call(rest, aten.slice.Tensor):
+        return None
+    source, width = heads.source.args[0], heads.source.meta["val"].shape[-1]
+    is_first = source is rest.args[0] and _is_slice(heads.source, source, 0, width)
+    if not is_first or not _is_slice(rest, source, width, source.meta["val"].shape[-1]):
+        return None
+    return replace(heads, source=source)
+
+
+def _is_turned(halves: Any, source: Node) -> bool:
+    """Return whether a node is cat(-x[half:], x[:half])."""
+    if not is_call(halves, aten.cat.default) or len(halves.args[0]) != 2 or _dim(halves, 1) != 3:
+        return False
+    high, low = halves.args[0]
+    width = source.meta["val"].shape[-1]
+    return (
+        is_call(high, aten.neg.default)
+        and _is_slice(high.args[0], source, width // 2, width)
+        and _is_slice(low, source, 0, width // 2)
+    )
+
+
+def _is_slice(x: Any, source: Node, start: int, stop: int) -> bool:
+    """Return whether a node is values [start, stop) of each head of another."""
+    if not is_call(x, aten.slice.Tensor) or x.args[0] is not source or _dim(x, 1) != 3:
+        return False
+    first, last, step = (*x.args[2:], None, None, None)[:3]
+    width = source.meta["val"].shape[-1]
+    return (first or 0, min(last or width, width), step or 1) == (start, stop, 1)
+
+
+def _is_table(x: Any, source: Node) -> bool:
+    """Return whether a node is cosines or sines [1, 1, T, R] in the dtype of heads [1, H, T, R]."""
+    value, heads = x.meta["val"], source.meta["val"]
+    if value.dim() != 4 or heads.dim() != 4 or value.dtype != heads.dtype:
+        return False
+    # Compared as they are, sizes that vary would become conditions of the model.
+    return [*map(str, value.shape)] == ["1", "1", *map(str, heads.shape[2:])]
+
+
+def _dim(x: Node, place: int) -> int:
+    """Return the dimension that an argument names, of a tensor of four."""
+    dim = x.args[place] if len(x.args) > place else 0
+    return dim % 4 if isinstance(dim, int) else -1

@@ -1,0 +1,227 @@
+"""Rotary positions in graphs of compiled models: which attention's operator applies, and that results stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+from nibble import LLM
+from nibble.attention import operators
+from nibble.attention.operators import Step, attention_op
+from nibble.kernels.append.naive import rotated
+from nibble.kernels.types import AttentionParams, Rope
+from nibble.models import forward, hook
+from nibble.models.graph_passes import ReplaceOperators
+from nibble.models.graph_rope import join_rope
+from nibble.models.linear import merge_linears
+from nibble.models.mla import tabulate_rope
+from tiny import save_tiny
+
+PROMPTS = [list(range(5, n)) for n in (90, 6, 47)]
+
+
+def joining(counts: list[int]) -> Any:
+    """Return a backend of torch.compile that lets attention rotate, counts how often, and runs the graph as it is then."""
+
+    def compile(module: fx.GraphModule, _: Any) -> Any:
+        counts.append(join_rope(module.graph, "cpu"))
+        ReplaceOperators(device="cpu")(module.graph)
+        module.graph.lint()
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compile, decompositions=select_decomp_table())
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def served(path: Path, counts: list[int], **options: Any) -> tuple[LLM, Any]:
+    """An engine, and the forward function of its model as it is prepared for a GPU, compiled."""
+    from transformers import AutoModelForCausalLM
+
+    llm = LLM(str(path), kv_memory="2MiB", max_running=4, token_budget=64, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path), attn_implementation=hook.NAME, dtype=torch.float32, experts_implementation="batched_mm"
+    )
+    model = hook.adapt(model).eval().requires_grad_(False)
+    tabulate_rope(model, 256)
+    merge_linears(model)
+    torch._dynamo.reset()
+    return llm, forward.compiled(model, joining(counts))
+
+
+def logits_and_answers(llm: LLM) -> tuple[list[Tensor], list[Any]]:
+    llm.engine.scheduler.manager.clear()
+    outputs = llm.generate(PROMPTS, max_tokens=8, ignore_eos=True, progress=False, temperature=0)
+    return [llm.logits(prompt) for prompt in PROMPTS], [o.completions[0].token_ids for o in outputs]
+
+
+CASES = [
+    ("llama", {"kv_format": "bf16"}),
+    ("qwen3", {"kv_format": "bf16"}),
+    ("qwen3_moe", {"kv_format": "nvfp4+kmean+rot", "kv_scales": "calibrate"}),
+    ("nemotron", {"kv_format": "fp8_e4m3", "kv_scales": "one"}),
+    ("phi3", {"kv_format": "bf16"}),
+    ("mistral", {"kv_format": "mxfp4", "kv_window": 16}),
+]
+"""Families with heads rotated whole and in part, normed and not, and caches with exact pages and without."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_results_are_the_same(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    counts = list[int]()
+    llm, run = served(save_tiny(tmp_path, family), counts, **options)
+    with llm:
+        expected, expected_ids = logits_and_answers(llm)
+        llm.engine.runner._run = run
+        found, ids = logits_and_answers(llm)
+        layers = llm.engine.runner.model.config.num_hidden_layers
+    assert counts == [layers]
+    for logits, others in zip(found, expected, strict=True):
+        # Last bits of a key may be another code of four bits.
+        assert (logits - others).norm() <= (1e-5 if options["kv_format"] == "bf16" else 2e-2) * others.norm()
+    assert ids == expected_ids or options["kv_format"] != "bf16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3", "glm4"])
+def test_other_families_rotate_themselves(family: str, tmp_path: Path) -> None:
+    """A norm of another formula or over all heads, cosines of half the width, and neighbours that turn."""
+    counts = list[int]()
+    llm, run = served(save_tiny(tmp_path, family), counts, kv_format="bf16")
+    with llm:
+        expected, expected_ids = logits_and_answers(llm)
+        llm.engine.runner._run = run
+        found, ids = logits_and_answers(llm)
+    assert counts == [0] and ids == expected_ids
+    assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(found, expected, strict=True))
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, DIM, PART, HIDDEN = 4, 2, 8, 4, 16
+RNG = torch.Generator().manual_seed(0)
+WEIGHT = torch.randn((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, generator=RNG)
+NORM = torch.randn(DIM, generator=RNG)
+SPLIT = [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + halves(x) * sin
+
+
+def normed(x: Tensor) -> Tensor:
+    return NORM * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((plain(x[..., :PART], cos, sin), x[..., PART:]), -1)
+
+
+def layer(turn_q: Turn, turn_k: Turn, x: Tensor, step: Step) -> Tensor:
+    """One layer's attention; heads come to turn() as [1, H, T, D]."""
+    parts = F.linear(x, WEIGHT).split(SPLIT, -1)
+    q, k, v = (part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in parts)
+    width = PART if partly in (turn_q, turn_k) else DIM
+    angles = x[..., : width // 2].repeat(1, 1, 2)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    q, k = turn_q(q, cos, sin), turn_k(k, cos, sin)
+    q_THD, streams = q[0].transpose(0, 1), {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
+    return attention_op(step, 0, q_THD, streams, DIM, AttentionParams(1.0)) + 1
+
+
+def operands(
+    turn_q: Turn, turn_k: Turn, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+    """How often attention rotates, and queries and keys as it then has them beside what they should be."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def attention(
+        _: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Rope | None
+    ) -> Tensor:
+        k = streams["k"]
+        if rope:
+            q, k = rotated(q, rope, rope.q_norm_D), rotated(k, rope, rope.k_norm_D)
+        seen.append((q, k))
+        return torch.ones(len(q), HEADS, DIM)
+
+    monkeypatch.setattr(operators, "_context_of", lambda _: SimpleNamespace())
+    monkeypatch.setattr(operators, "attention", attention)
+    torch._dynamo.reset()
+    counts, step = list[int](), Step()
+    run = torch.compile(layer, backend=joining(counts), fullgraph=True)
+    found = list[tuple[Tensor, Tensor]]()
+    for tokens in (5, 9):
+        x = torch.randn(1, tokens, HIDDEN, generator=RNG)
+        torch._dynamo.mark_dynamic(x, 1)
+        with torch.no_grad():
+            run(turn_q, turn_k, x, step)
+            layer(turn_q, turn_k, x, step)
+        (q, k), (expected_q, expected_k) = seen
+        found += [(q, expected_q), (k, expected_k)]
+        seen.clear()
+    (count,) = counts
+    return count, found
+
+
+def with_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return plain(normed(x.transpose(1, 2)).transpose(1, 2), cos, sin)
+
+
+@pytest.mark.parametrize("turn", [plain, with_norm, partly, lambda x, cos, sin: sin * halves(x) + cos * x])
+def test_a_formula_is_known(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, found = operands(turn, turn, monkeypatch)
+    assert count == 1
+    for x, expected in found:
+        torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("turn_q", "turn_k"),
+    [
+        # The other way round.
+        (plain, lambda x, cos, sin: x * cos - halves(x) * sin),
+        (plain, lambda x, cos, sin: x * cos + halves(-x) * sin),
+        # Halves in their order, and neighbours.
+        (plain, lambda x, cos, sin: x * cos + torch.cat((-x[..., :4], x[..., 4:]), -1) * sin),
+        (
+            plain,
+            lambda x, cos, sin: x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin,
+        ),
+        # By other numbers.
+        (plain, lambda x, cos, sin: plain(x, sin, cos)),
+        (plain, lambda x, cos, sin: plain(x, cos * 1.5, sin * 1.5)),
+        # One of both.
+        (plain, lambda x, cos, sin: x),
+        (plain, with_norm),
+        (partly, lambda x, cos, sin: torch.cat((x[..., :PART], plain(x[..., PART:], cos, sin)), -1)),
+        # Other norms, and what comes behind the rotation.
+        (with_norm, lambda x, cos, sin: plain(F.normalize(x, dim=-1), cos, sin)),
+        (with_norm, lambda x, cos, sin: normed(plain(x, cos, sin).transpose(1, 2)).transpose(1, 2)),
+        (plain, lambda x, cos, sin: plain(x, cos, sin) * 2),
+        # No product.
+        (lambda x, cos, sin: plain(x.sin(), cos, sin), plain),
+    ],
+)
+def test_other_formulas_stay(turn_q: Turn, turn_k: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, found = operands(turn_q, turn_k, monkeypatch)
+    assert count == 0
+    for x, expected in found:
+        torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
