@@ -48,7 +48,9 @@ def test_pieces_give_the_answers_of_steps_as_they_are(
         assert runner.pieces, llm.engine.startup.notes
         replays.clear()
         prompts = [prompt[: llm.engine.scheduler.limit - 32] for prompt in PROMPTS]
-        share = near_share(llm, prompts)
+        share = min(
+            near_share(llm, some) for some in (prompts, prompts[1:4:2])
+        )  # in steps of any size, and small ones
         assert share > 0.97 and len(set(replays)) >= 2, (share, replays)
         for prompt in prompts[:2]:  # of few rows, which pieces compute too
             found_TV = llm.logits(prompt).float().cpu()

@@ -48,9 +48,14 @@ def joining(counts: list[int]) -> Any:
 
 def served(path: Path, counts: list[int], **options: Any) -> tuple[LLM, Any]:
     """An engine, and the forward function of its model as it is prepared for a GPU, compiled."""
+    llm = LLM(str(path), kv_memory="2MiB", max_running=4, token_budget=64, **options)
+    return llm, forward.compiled(prepared(path), joining(counts))
+
+
+def prepared(path: Path) -> Any:
+    """A model with tables of positions and merged products, as on a GPU."""
     from transformers import AutoModelForCausalLM
 
-    llm = LLM(str(path), kv_memory="2MiB", max_running=4, token_budget=64, **options)
     model = AutoModelForCausalLM.from_pretrained(
         str(path), attn_implementation=hook.NAME, dtype=torch.float32, experts_implementation="batched_mm"
     )
@@ -58,13 +63,40 @@ def served(path: Path, counts: list[int], **options: Any) -> tuple[LLM, Any]:
     tabulate_rope(model, 256)
     merge_linears(model)
     torch._dynamo.reset()
-    return llm, forward.compiled(model, joining(counts))
+    return model
 
 
 def logits_and_answers(llm: LLM) -> tuple[list[Tensor], list[Any]]:
     llm.engine.scheduler.manager.clear()
     outputs = llm.generate(PROMPTS, max_tokens=8, ignore_eos=True, progress=False, temperature=0)
     return [llm.logits(prompt) for prompt in PROMPTS], [o.completions[0].token_ids for o in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+def test_inductor_hands_over_what_the_graph_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an operator's call it remembers how it was traced: which arguments there were, and their strides."""
+    calls = list[tuple[Any, ...]]()
+    options = {"post_grad_custom_pre_pass": ReplaceOperators(device="cpu"), "fx_graph_cache": False}
+    monkeypatch.setattr(forward, "inductor_options", lambda _: options)
+    own = operators.attention
+
+    def attention(ctx: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Any) -> Tensor:
+        calls.append((rope, q.stride(), streams["k"].stride(), streams["v"].stride()))
+        return own(ctx, layer, q, streams, params, out, rope)
+
+    monkeypatch.setattr(operators, "attention", attention)
+    llm, _ = served(save_tiny(tmp_path, "qwen3"), [], kv_format="bf16")
+    with llm:
+        expected, expected_ids = logits_and_answers(llm)
+        config = llm.engine.runner.model.config
+        llm.engine.runner._run = forward.compiled(prepared(tmp_path), "inductor")
+        found, ids = logits_and_answers(llm)
+    row = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    for rope, *strides in calls:
+        assert len(rope.norms_D) == 2 and strides == [(row, config.head_dim, 1)] * 3, "nothing is copied"
+    assert calls and ids == expected_ids
+    assert all((x - y).norm() <= 1e-4 * y.norm() for x, y in zip(found, expected, strict=True))
 
 
 CASES = [

@@ -78,10 +78,13 @@ def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads) -> None:
         arguments[0] = _seen(graph, q.source, q.views)
         arguments[_STREAMS] = [_seen(graph, k.source, k.views), values]
         norms = [heads.norm for heads in (q, k) if heads.norm]
-        # Their view without the dimensions of 1; all layers have the same.
         arguments[_ROPE] = [*(_rows(graph, part) for part in (q.cos, q.sin)), *norms]
         arguments[_EPS] = q.eps
-    node.args = tuple(arguments)
+        # A new node: the old one remembers which arguments, with which strides, it was traced with.
+        joined = graph.call_function(_ATTENTION, tuple(arguments))
+    joined.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(joined)
+    graph.erase_node(node)
     for unused in (queries, keys):
         erase(graph, unused)
 
