@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nibble.attention import backends
-from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import Need
+from nibble.attention.step import AttentionBackend
 from nibble.cache import layout as packings
 from nibble.cache.pool import KVView, StreamView
 from nibble.hardware import probe

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.layer import AttentionBackend, PreparedBatch
+from nibble.attention.step import AttentionBackend, PreparedBatch
 from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.mla import mla_attention, naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged

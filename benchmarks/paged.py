@@ -22,8 +22,8 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Need
+from nibble.attention.step import AttentionBackend, PreparedBatch
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.layout import names as packings
 from nibble.cache.pool import KVView, PagedPool

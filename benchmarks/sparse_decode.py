@@ -26,7 +26,7 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.layer import AttentionBackend, PreparedBatch
+from nibble.attention.step import AttentionBackend, PreparedBatch
 from nibble.formats.base import raw
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.mla import naive, sparse_mla_attention

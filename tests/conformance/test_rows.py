@@ -25,10 +25,11 @@ from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import attention
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Support
+from nibble.attention.step import StepContext
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from families import make, tiny_config
 from nibble import LLM
-from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
+from nibble.attention.step import StepContext
 from nibble.engine import piecewise, warmup
 from nibble.engine.graphs import Graphs, live
 from nibble.engine.piecewise import PiecewiseSteps

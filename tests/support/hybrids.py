@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.recurrent import RecurrentStates
+from nibble.attention.step import StepContext
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import NONE

@@ -8,21 +8,17 @@ Shape suffixes: T tokens, H heads of the indexer, D values of a head, K chosen t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nibble.attention.step import StepContext, resident
 from nibble.attention.window import ExactCache, SplitChoice
 from nibble.cache.hot_buffer import PendingFetch
 from nibble.kernels import indexer
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import INDEX, Phase
-
-if TYPE_CHECKING:
-    from nibble.attention.layer import StepContext
 
 
 def select_topk(
@@ -94,11 +90,6 @@ def lookup_topk_slots(ctx: StepContext, layer: int, params: AttentionParams) -> 
         if ctx.tier:
             ctx.tier.wait(layer, fetch)
         yield fetch.topk_slots_TK
-
-
-def resident(topk_indices_TK: Tensor, batch: AttentionBatch, page_size: int) -> Tensor:
-    """Return the slots of chosen tokens whose pages are all on the device."""
-    return resident_slots(topk_indices_TK, batch.page_table_TN, None, page_size)
 
 
 def layer_choice(

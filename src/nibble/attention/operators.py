@@ -27,7 +27,8 @@ from torch import Tensor
 
 from nibble.attention import recurrent
 from nibble.attention.choices import select_topk
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import attention
+from nibble.attention.step import StepContext
 from nibble.kernels.recurrence import Convolution, Projection, Runs
 from nibble.kernels.types import AttentionParams, Rope
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.attention.layer import StepContext
+from nibble.attention.step import StepContext
 from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS, WAITING_STATES
 from nibble.engine.graphs import Graphs, Record, rows_of

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention import backends
-from nibble.attention.layer import AttentionBackend, StepContext
 from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan
 from nibble.attention.recurrent import RecurrentStates
+from nibble.attention.step import AttentionBackend, StepContext
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.lease import Lease

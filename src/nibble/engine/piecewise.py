@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from nibble.attention.layer import StepContext
 from nibble.attention.operators import Seam
+from nibble.attention.step import StepContext
 from nibble.engine.graphs import Graphs, parts_of
 from nibble.garbage import pause_gc
 from nibble.models.forward import Forward

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.chunks import cut_at_chunks
-from nibble.attention.layer import AttentionBackend, StepContext, attention
+from nibble.attention.layer import attention
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.plan import (
     GroupPlan,
@@ -32,6 +32,7 @@ from nibble.attention.planner.plan import (
     cuda_graph_blocker,
 )
 from nibble.attention.planner.verify_memory import verify_graph_blocker
+from nibble.attention.step import AttentionBackend, StepContext
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import KVView, PagedPool

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
 from nibble.attention.recurrent import RecurrentStates
+from nibble.attention.step import StepContext
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
 from nibble.cache.pool import PagedPool

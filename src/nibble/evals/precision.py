@@ -27,12 +27,12 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from nibble import formats
-from nibble.attention.layer import StepContext
 from nibble.attention.planner import window_memory
 from nibble.attention.planner.options import ROUTED
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo
+from nibble.attention.step import StepContext
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import evidence, options
 from nibble.attention.planner.evidence import Timing
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES, resolve
 from nibble.attention.planner.support import Origin, SchemeGroup
+from nibble.attention.step import PreparedBatch
 from nibble.cache import layout as packings
 from nibble.config import Config
 from nibble.engine.plan import EnginePlan, plan_engine

@@ -17,8 +17,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
+from nibble.attention.step import StepContext
 from nibble.errors import ConfigError, NibbleError
 from nibble.garbage import pause_gc
 from nibble.models import compile_cache, graph_passes

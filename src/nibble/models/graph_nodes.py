@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 Node = Any
 """An fx.Node, whose arguments have types that say nothing of them."""
@@ -33,7 +34,7 @@ def call(graph: fx.Graph, target: Any, *arguments: Any) -> Node:
     """Add a call, and what it is known to return."""
     node = graph.call_function(target, arguments)
     values = fx.map_arg(arguments, lambda part: part.meta["val"])
-    with values[0].fake_mode:
+    with tree_leaves(values)[0].fake_mode:
         node.meta["val"] = target(*values)
     return node
 

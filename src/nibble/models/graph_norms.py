@@ -23,8 +23,8 @@ def join_norms(graph: fx.Graph, device: str) -> int:
     """Join sums with the norms behind them, in place, on one type of device; return how many."""
     count = 0
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        if product.meta["val"].device.type == device and (found := matched_norm(product)):
-            count += _join(graph, product, *found)
+        if product.meta["val"].device.type == device and (match := matched_norm(product)):
+            count += _join(graph, product, *match)
     return count
 
 

@@ -3,10 +3,10 @@
 A family's code rotates queries and keys, maybe behind a norm of each head, and hands them to attention, which stores
 the keys and reads both again. The kernel that stores keys has them at hand, so it can do all of it (kernels/append).
 
-The formula is read off the graph: x * cos + cat(-x[half:], x[:half]) * sin, of whole heads or of their first values,
-and in front of it x * rsqrt(mean(x ** 2) + eps) * weight, in float32. What is written otherwise stays as it is, and so
-does what has the formula but comes from anything else than a product: a kernel is then there in any case, which may as
-well rotate.
+The formula is read off the graph: x * cos + cat(-x[half:], x[:half]) * sin, of whole heads or of their first values, or
+the same written half by half; and in front of it x * rsqrt(mean(x ** 2) + eps) * weight, in float32. What is written
+otherwise stays as it is, and so does what has the formula but comes from anything else than a product: a kernel is then
+there in any case, which may as well rotate.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class _Heads:
     cos: Node
     sin: Node
     """[1, 1, T, R]."""
+    is_halved: bool = False
+    """Whether these are of one half, as both halves turn by the same angles."""
     norm: Node | None = None
     """The weight of the norm of a head."""
     eps: float = 0.0
@@ -53,7 +55,7 @@ class _Heads:
 
 def join_rope(graph: fx.Graph, device: str) -> int:
     """Let attention rotate queries and keys where the graph does, in place, on one type of device; return how often."""
-    count = 0
+    count, tables = 0, dict[Node, Node]()
     node: Node
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         names = node.args[_NAMES].split(SEPARATOR)
@@ -61,24 +63,30 @@ def join_rope(graph: fx.Graph, device: str) -> int:
             continue
         q, k = _heads(node.args[0]), _heads(node.args[_STREAMS][0])
         if q and k and _fit(q, k):
-            _join(graph, node, q, k)
+            for part in (q.cos, q.sin):
+                if part not in tables:  # which all layers share
+                    tables[part] = _rows(graph, part, is_halved=q.is_halved)
+            _join(graph, node, q, k, [tables[part] for part in (q.cos, q.sin)])
             count += 1
     return count
 
 
 def _fit(q: _Heads, k: _Heads) -> bool:
     """Return whether one call can rotate queries and keys: by the same numbers, both normed or neither."""
-    return (q.cos, q.sin, q.eps, q.norm is None) == (k.cos, k.sin, k.eps, k.norm is None)
+    return all(
+        (heads.cos, heads.sin, heads.is_halved, heads.eps, heads.norm is None)
+        == (q.cos, q.sin, q.is_halved, q.eps, q.norm is None)
+        for heads in (q, k)
+    )
 
 
-def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads) -> None:
+def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads, tables: Sequence[Node]) -> None:
     arguments = list(node.args)
     queries, (keys, values) = arguments[0], arguments[_STREAMS]
     with graph.inserting_before(node):
-        arguments[0] = _seen(graph, q.source, q.views)
-        arguments[_STREAMS] = [_seen(graph, k.source, k.views), values]
-        norms = [heads.norm for heads in (q, k) if heads.norm]
-        arguments[_ROPE] = [*(_rows(graph, part) for part in (q.cos, q.sin)), *norms]
+        arguments[0] = _with_views(graph, q.source, q.views)
+        arguments[_STREAMS] = [_with_views(graph, k.source, k.views), values]
+        arguments[_ROPE] = [*tables, *(heads.norm for heads in (q, k) if heads.norm)]
         arguments[_EPS] = q.eps
         # A new node: the old one remembers which arguments, with which strides, it was traced with.
         joined = graph.call_function(_ATTENTION, tuple(arguments))
@@ -89,23 +97,22 @@ def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads) -> None:
         erase(graph, unused)
 
 
-def _seen(graph: fx.Graph, source: Node, views: Sequence[Node]) -> Node:
+def _with_views(graph: fx.Graph, source: Node, views: Sequence[Node]) -> Node:
     """Return the same views of another node."""
     for view in views:
         source = call(graph, view.target, source, *view.args[1:])
     return source
 
 
-def _rows(graph: fx.Graph, part: Node) -> Node:
-    """Return cosines or sines [1, 1, T, R] as [T, R], the same node for all layers."""
-    for user in part.users:
-        if user.target is aten.select.int and user.meta.get("nibble_rows"):
-            return user
-    with graph.inserting_after(part):
-        first = call(graph, aten.select.int, part, 0, 0)
-    with graph.inserting_after(first):
-        rows = call(graph, aten.select.int, first, 0, 0)
-    first.meta["nibble_rows"] = True
+def _rows(graph: fx.Graph, part: Node, *, is_halved: bool) -> Node:
+    """Return cosines or sines [1, 1, T, R or half of it] as [T, R]."""
+    rows = part
+    for _ in range(2):
+        with graph.inserting_after(rows):
+            rows = call(graph, aten.select.int, rows, 0, 0)
+    if is_halved:
+        with graph.inserting_after(rows):
+            rows = call(graph, aten.cat.default, [rows, rows], -1)
     return rows
 
 
@@ -120,7 +127,7 @@ def _heads(x: Any) -> _Heads | None:
         if x.target in _VIEWS:
             views.insert(0, x)
         x = x.args[0]
-    heads = _partly(x) or _rotated(x)
+    heads = _partly(x) or _in_halves(x) or _rotated(x)
     if heads is None:
         return None
     heads = replace(heads, views=tuple(views))
@@ -131,7 +138,7 @@ def _heads(x: Any) -> _Heads | None:
         and (norm := matched_norm(order.args[0]))
     ):
         source, weight, eps = norm
-        heads = _Heads(source, (order, *views), heads.cos, heads.sin, weight, eps)
+        heads = replace(heads, source=source, views=(order, *views), norm=weight, eps=eps)
     return heads if _is_product(heads.source) else None
 
 
@@ -164,6 +171,50 @@ def _partly(x: Any) -> _Heads | None:
     if not is_first or not _is_slice(rest, source, width, source.meta["val"].shape[-1]):
         return None
     return replace(heads, source=source)
+
+
+def _in_halves(x: Any) -> _Heads | None:
+    """Match cat(low * cos - high * sin, high * cos + low * sin)."""
+    if not is_call(x, aten.cat.default) or len(x.args[0]) != 2 or _dim(x, 1) != 3:
+        return None
+    difference, total = x.args[0]
+    if not is_call(difference, aten.sub.Tensor) or difference.kwargs or len(difference.args) != 2:
+        return None
+    for low, cos in both(difference.args[0], aten.mul.Tensor):
+        for high, sin in both(difference.args[1], aten.mul.Tensor):
+            source = _half(low, 0)
+            if (
+                source is None
+                or source is not _half(high, 1)
+                or not _is_table(cos, low)
+                or not _is_table(sin, low)
+            ):
+                continue
+            if _is_sum(total, {high, cos}, {low, sin}):
+                return _Heads(source, (), cos, sin, is_halved=True)
+    return None
+
+
+def _is_sum(x: Any, one: set[Node], other: set[Node]) -> bool:
+    """Return whether a node is the sum of the product of two nodes and that of two others."""
+    return any(
+        is_call(first, aten.mul.Tensor) and is_call(second, aten.mul.Tensor)
+        and (set(first.args), set(second.args)) == (one, other)
+        for first, second in both(x, aten.add.Tensor)
+    )  # fmt: skip
+
+
+def _half(x: Any, place: int) -> Node | None:
+    """Return what a node is the lower or the upper half of the values of."""
+    if is_call(x, aten.slice.Tensor):
+        source, width = x.args[0], x.meta["val"].shape[-1]
+        is_half = source.meta["val"].shape[-1] == 2 * width
+        return source if is_half and _is_slice(x, source, place * width, (place + 1) * width) else None
+    if not is_call(x, operator.getitem) or x.args[1] != place or not is_call(x.args[0], aten.split.Tensor):
+        return None
+    source, width, *dim = x.args[0].args
+    is_half = source.meta["val"].shape[-1] == 2 * width
+    return source if is_half and dim in ([-1], [source.meta["val"].dim() - 1]) else None
 
 
 def _is_turned(halves: Any, source: Node) -> bool:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import recurrent as states
 from nibble.attention.choices import select_topk
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import attention
 from nibble.attention.operators import (
     Step,
     attention_op,
@@ -30,6 +30,7 @@ from nibble.attention.operators import (
     select_topk_op,
     selective_op,
 )
+from nibble.attention.step import StepContext
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT, Recurrence

@@ -28,9 +28,9 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention import backends
-from nibble.attention.layer import StepContext
 from nibble.attention.planner import evidence, explain
 from nibble.attention.planner.resolve import require_runnable, resolve
+from nibble.attention.step import StepContext
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView, PagedPool
 from nibble.kernels.types import AttentionBatch, AttentionParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 

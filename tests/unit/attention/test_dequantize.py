@@ -19,11 +19,11 @@ import torch
 from nibble import LLM
 from nibble.attention import staging
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Support
+from nibble.attention.step import StepStates
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE

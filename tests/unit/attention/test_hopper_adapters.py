@@ -27,9 +27,10 @@ from nibble.attention.backends import flash_attention as flash_attention_facts
 from nibble.attention.backends import flashmla as flashmla_facts
 from nibble.attention.backends import missing_requirement
 from nibble.attention.backends.adapters import flash_attention, flashmla
-from nibble.attention.layer import PreparedBatch, attention
+from nibble.attention.layer import attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import require_runnable, resolve
+from nibble.attention.step import PreparedBatch
 from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, lookup_gpu

@@ -29,9 +29,10 @@ from nibble.attention.backends import flashinfer as flashinfer_facts
 from nibble.attention.backends import missing_requirement
 from nibble.attention.backends.adapters import flashinfer
 from nibble.attention.backends.vendor import KernelPackages
-from nibble.attention.layer import PreparedBatch, attention
+from nibble.attention.layer import attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
+from nibble.attention.step import PreparedBatch
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE, KVScales, LayerScales, StreamScale
 from nibble.config import Config

@@ -2,33 +2,18 @@
 
 In torch it is a dozen operations, each of which takes a small launch longer than its work.
 
-Shape suffixes: B requests, R rows of the page tables, N pages of a request.
+Shape suffixes: B requests.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from nibble.kernels import triton_present
 from nibble.kernels.step_inputs import naive
-from nibble.kernels.step_inputs.naive import StepInputs
+from nibble.kernels.step_inputs.naive import StepInputs, Tables
 
 __all__ = ["StepInputs", "Tables", "decode_inputs"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """What the device remembers of requests (engine/page_tables.py)."""
-
-    pages_RN: Tensor
-    """int32 page ids."""
-    latest_R: Tensor
-    """int64: the token that each sampled last."""
-    exact_RN: Tensor | None
-    """int32 exact pages, with an exact window."""
-    page_size: int
 
 
 def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Tables) -> StepInputs:

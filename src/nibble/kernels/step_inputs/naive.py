@@ -1,18 +1,27 @@
 """The inputs of a decode step by the book, in torch.
 
-Shape suffixes: B requests, N pages of a request.
+Shape suffixes: B requests, R rows of the page tables, N pages of a request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nibble.kernels.step_inputs import Tables
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """What the device remembers of requests (engine/page_tables.py)."""
+
+    pages_RN: Tensor
+    """int32 page ids."""
+    latest_R: Tensor
+    """int64: the token that each sampled last."""
+    exact_RN: Tensor | None
+    """int32 exact pages, with an exact window."""
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

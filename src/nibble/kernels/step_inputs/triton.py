@@ -5,8 +5,6 @@ Shape suffixes: B requests, N pages of a request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -14,10 +12,7 @@ from torch import Tensor
 
 from nibble.kernels import cdiv, gpu_of
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
-from nibble.kernels.step_inputs.naive import StepInputs
-
-if TYPE_CHECKING:
-    from nibble.kernels.step_inputs import Tables
+from nibble.kernels.step_inputs.naive import StepInputs, Tables
 
 PART = 512
 """Pages that a program copies."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from nibble.attention.backends.adapters import check_latents
 from nibble.attention.backends.flash_attention import FA3_KERNELS, FA4_INSTALL, FA4_MODULE
 from nibble.attention.backends.vendor import RANK, import_package
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams

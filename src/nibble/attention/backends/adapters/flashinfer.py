@@ -21,8 +21,8 @@ from torch import Tensor
 from nibble.attention.backends import flashinfer as facts
 from nibble.attention.backends.adapters import Scales, Workspace, capability, check_latents, clamp_lens
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import BLACKWELL
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import cdiv
 from nibble.kernels.attention.naive import PartialAttention

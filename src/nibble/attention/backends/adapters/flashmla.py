@@ -23,7 +23,7 @@ from torch import Tensor
 from nibble.attention.backends.adapters import check_latents
 from nibble.attention.backends.flashmla import KERNELS, SPARSE_HEADS
 from nibble.attention.backends.vendor import RANK
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView, StreamView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nibble.attention.backends.adapters import capability
 from nibble.attention.backends.builtin import CUDNN_DIM
-from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import attention, cdiv
 from nibble.kernels.attention.naive import MIN_LSE, PartialAttention

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.step import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import UNBOUNDED, gpu_of
 from nibble.kernels.attention.fixed import fixed_attention
