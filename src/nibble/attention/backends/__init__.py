@@ -39,7 +39,7 @@ def get(name: str) -> BackendInfo:
 
 
 def create(info: BackendInfo) -> Any:
-    """Construct a backend's adapter (attention/layer.py, AttentionBackend), which imports its package.
+    """Construct a backend's adapter (attention/step.py, AttentionBackend), which imports its package.
 
     Raises:
         BackendError: the package cannot be imported, or is one that the adapter cannot call.

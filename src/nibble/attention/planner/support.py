@@ -107,7 +107,7 @@ class Support:
     sinks: Set[bool] | None = None
     addressing: Set[str] = frozenset({"paged"})
     lse: bool = False
-    """Whether the adapter returns the log-sum-exp too (attention/layer.py, forward_partial). A need without is served
+    """Whether the adapter returns the log-sum-exp too (attention/step.py, forward_partial). A need without is served
     either way."""
     batch_invariance: Set[bool] = NEVER
     """Whether a query's result is the same bits in every batch and phase, over pages as they are."""
@@ -212,7 +212,7 @@ class BackendInfo:
     summary: str
     origin: Origin = Origin.OWN
     adapter: str | Callable[[], Any] | None = None
-    """`module:Class` of the attention object (attention/layer.py, AttentionBackend), or what makes it; only then is the
+    """`module:Class` of the attention object (attention/step.py, AttentionBackend), or what makes it; only then is the
     package imported. None while only its facts are declared."""
     packages: tuple[str, ...] = ()
     """Packages of which one must be importable; none for what torch brings."""
