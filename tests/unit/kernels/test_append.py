@@ -461,3 +461,46 @@ def test_exact_pages_cost_a_slot_and_a_store_of_whole_rows() -> None:
     assert len(lines) == 12
     for without, both in zip(lines[::2], lines[1::2], strict=True):
         assert [int(b) - int(a) for a, b in zip(without[1:], both[1:], strict=True)] == [1, 1, 2, 2], both
+
+
+TURNED = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nibble.kernels.append import triton as append
+from nibble.kernels.codecs import ENCODERS
+
+kernel, dim = append.append_heads_kernel, 128
+names = kernel.arg_names
+pointers = dict(k="*bf16", v="*bf16", slots="*i64", k_scale_H="*fp32", v_scale_H="*fp32", q="*bf16", q_out="*bf16",
+                cos="*bf16", sin="*bf16", eps="fp32", q_norm_D="*bf16", k_norm_D="*bf16")
+for name, widths in (("nvfp4", (64, 8)), ("bf16", (128,))):
+    encode = next(iter(ENCODERS[name].values()))
+    planes = dict.fromkeys(("k_planes", "v_planes"), ("*bf16" if name == "bf16" else "*u8",) * len(widths))
+    fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
+                 ROTATE=0, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8, PDL=True,
+                 **dict.fromkeys(("exact_slots", "exact_k", "exact_v", "k_mean_HD", "k_out")))
+    norms = dict.fromkeys(("q_norm_D", "k_norm_D"))
+    plain = dict.fromkeys(("q", "q_out", "cos", "sin", "eps", "ROPE", "Q_HEADS"))
+    for variant in ({**norms, **plain}, {**norms, "ROPE": dim, "Q_HEADS": 32}, {"ROPE": dim, "Q_HEADS": 32}):
+        constants = {**fixed, **variant}
+        signature = {n: "constexpr" if n in constants else {**pointers, **planes}.get(n, "i32") for n in names}
+        paths = [(i, *j) for i, n in enumerate(names) if n not in constants and n not in ("eps", "stored")
+                 for j in ([(part,) for part in range(len(widths))] if n in planes else [()])]
+        source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()},
+                           {path: [["tt.divisibility", 16]] for path in paths})
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)).asm["ptx"]
+        print(name, len(re.findall("bar.sync", ptx)), len(re.findall("ld.global.b16", ptx)))
+"""
+
+
+@pytest.mark.slow
+def test_rotation_moves_nothing_between_threads() -> None:
+    """Compiled as for a GPU: as many barriers as without but one, and no load of single values."""
+    command = [sys.executable, "-W", "ignore", "-c", TURNED]
+    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
+    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [[int(count) for count in line.split()[1:]] for line in run.stdout.splitlines()]
+    for (barriers, _), *variants in (lines[:3], lines[3:]):
+        assert all(own <= barriers + 1 and not narrow for own, narrow in variants), lines

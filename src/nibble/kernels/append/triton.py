@@ -162,15 +162,24 @@ def _load_rotated(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE
     column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     turns, low = column < ROPE, column < ROPE // 2
     other = tl.where(low, column + ROPE // 2, column - ROPE // 2)
+    if ROPE % 16 == 0:
+        # Eight values are one load, which the compiler cannot see.
+        other = tl.max_contiguous(tl.multiple_of(other, [1, 8]), [1, 8])
     x_RD = _load_rows(rows, keep_R, DIM)
     y_RD = tl.load(rows[:, None] + other, mask=keep_R[:, None] & turns, other=0.0).to(tl.float32)
+    # Each row loads what all rows need: to hand it on between threads would take longer.
+    spread = tl.zeros([keep_R.shape[0], 1], tl.int32)
     if weight_D is not None:
         factor_R1 = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / DIM + eps)[:, None]
-        x_RD *= factor_R1 * tl.load(weight_D + column, mask=column < DIM, other=0.0).to(tl.float32)
-        y_RD *= factor_R1 * tl.load(weight_D + other, mask=turns, other=0.0).to(tl.float32)
-    c = tl.load(cos + column, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + column, mask=turns, other=0.0).to(tl.float32)
-    x_RD = x_RD * c + tl.where(low, -y_RD, y_RD) * s
+        x_RD *= factor_R1 * tl.load(weight_D + column + spread, mask=column + spread < DIM, other=0.0).to(
+            tl.float32
+        )
+        y_RD *= factor_R1 * tl.load(weight_D + other + spread, mask=turns & (spread == 0), other=0.0).to(
+            tl.float32
+        )
+    c_RD = tl.load(cos + column + spread, mask=column + spread < ROPE, other=1.0).to(tl.float32)
+    s_RD = tl.load(sin + column + spread, mask=column + spread < ROPE, other=0.0).to(tl.float32)
+    x_RD = x_RD * c_RD + tl.where(low, -y_RD, y_RD) * s_RD
     return x_RD.to(rows.dtype.element_ty).to(tl.float32)
 
 
