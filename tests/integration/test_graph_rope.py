@@ -99,6 +99,29 @@ def test_inductor_hands_over_what_the_graph_does(tmp_path: Path, monkeypatch: py
     assert all((x - y).norm() <= 1e-4 * y.norm() for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 16])
+def test_observers_see_rotated_queries_and_keys(window: int, tmp_path: Path) -> None:
+    path, seen = save_tiny(tmp_path, "qwen3"), list[tuple[Tensor, Tensor]]()
+
+    def observe(layer: int, q: Tensor, streams: Any, params: Any, out: Tensor) -> None:
+        seen.append((q.clone(), streams["k"].clone()))
+
+    llm, run = served(path, [], kv_format="bf16" if not window else "mxfp4", kv_window=window)
+    with llm:
+        runner = llm.engine.runner
+        runner.error_monitor = SimpleNamespace(probe=lambda _: SimpleNamespace(observe=observe))
+        for function in (forward.plain(prepared(path)), run):
+            runner._run = function
+            llm.engine.scheduler.manager.clear()
+            llm.generate([PROMPTS[0]], max_tokens=3, ignore_eos=True, progress=False, temperature=0)
+    half = len(seen) // 2
+    assert half >= 6
+    for (q, k), (other_q, other_k) in zip(seen[:half], seen[half:], strict=True):
+        torch.testing.assert_close(other_q, q, rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(other_k, k, rtol=1e-3, atol=2e-3)
+
+
 CASES = [
     ("llama", {"kv_format": "bf16"}),
     ("qwen3", {"kv_format": "bf16"}),

@@ -27,6 +27,7 @@ from nibble.attention.window import (
 )
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import near
+from nibble.kernels.append.naive import rotated_keys
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Rope
@@ -94,10 +95,14 @@ def _store(
     slots_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     if rope:
         assert is_owner, "keys that a layer shares are rotated where they are stored"
-        keeps_keys = ctx.exact is not None or ctx.observer is not None
-        return ctx.pool.write_rotated(
-            layer, q_THD, streams, slots_T, meta.exact_slot_mapping_T, rope, keeps_keys=keeps_keys
+        has_window, k_THD = ctx.exact is not None, streams["k"]
+        q_THD, streams = ctx.pool.write_rotated(
+            layer, q_THD, streams, slots_T, meta.exact_slot_mapping_T, rope, keeps_keys=has_window
         )
+        if ctx.observer and not has_window:
+            # By the book: a kernel that keeps keys would be compiled for it while requests are served.
+            streams = {**streams, "k": rotated_keys(k_THD, rope)}
+        return q_THD, streams
     if is_owner:
         ctx.pool.write(layer, streams, slots_T, meta.exact_slot_mapping_T)
     return q_THD, streams

@@ -89,9 +89,7 @@ def append_rotated(
     Returns:
         Queries and streams as attention takes them; keys may not be among these where they are not kept.
     """
-    stored = len(slot_mapping_T)
-    of_stored = replace(rope, cos_TR=rope.cos_TR[:stored], sin_TR=rope.sin_TR[:stored])
-    streams = {**streams, "k": rotated(streams["k"], of_stored, rope.k_norm_D)}
+    streams = {**streams, "k": rotated_keys(streams["k"], rope)}
     write(streams, slot_mapping_T, exact_slot_mapping_T)
     return rotated(q_THD, rope, rope.q_norm_D), streams
 
@@ -167,6 +165,13 @@ def rotated(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
     low, high = turning.chunk(2, -1)
     turned = turning * cos_T1R + torch.cat((-high, low), -1) * sin_T1R
     return torch.cat((turned, rest), -1).to(x_THD.dtype)
+
+
+def rotated_keys(k_THD: Tensor, rope: Rope) -> Tensor:
+    """Return keys of a step's first tokens, normed and rotated."""
+    tokens = len(k_THD)
+    of_these = replace(rope, cos_TR=rope.cos_TR[:tokens], sin_TR=rope.sin_TR[:tokens])
+    return rotated(k_THD, of_these, rope.k_norm_D)
 
 
 def _writer(storage_PHS: Tensor, interleave: int) -> Callable[[Tensor, Tensor], None]:
