@@ -18,7 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from nibble import LLM
 from nibble.attention import operators
 from nibble.attention.operators import Step, attention_op
-from nibble.kernels.append.naive import rotated
+from nibble.kernels.append.naive import apply_rope
 from nibble.kernels.types import AttentionParams, Rope
 from nibble.models import forward, hook
 from nibble.models.graph_passes import ReplaceOperators
@@ -52,12 +52,12 @@ def served(path: Path, counts: list[int], **options: Any) -> tuple[LLM, Any]:
     return llm, forward.compiled(prepared(path), joining(counts))
 
 
-def prepared(path: Path) -> Any:
+def prepared(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model with tables of positions and merged products, as on a GPU."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        str(path), attn_implementation=hook.NAME, dtype=torch.float32, experts_implementation="batched_mm"
+        str(path), attn_implementation=hook.NAME, dtype=dtype, experts_implementation="batched_mm"
     )
     model = hook.adapt(model).eval().requires_grad_(False)
     tabulate_rope(model, 256)
@@ -152,6 +152,41 @@ def test_results_are_the_same(family: str, options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "glm4_moe"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+def test_families_in_16_bits(family: str, tmp_path: Path) -> None:
+    """As on a GPU: positions are rotated, and sums and norms are one operator, two for each layer."""
+    graphs = list[fx.Graph]()
+
+    def compile(module: fx.GraphModule, _: Any) -> Any:
+        ReplaceOperators(device="cpu")(module.graph)
+        module.graph.lint()
+        module.recompile()
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    path = save_tiny(tmp_path, family)
+    llm = LLM(str(path), kv_format="bf16", dtype="bfloat16", kv_memory="2MiB", max_running=4, token_budget=64)
+    with llm:
+        model = prepared(path, torch.bfloat16)
+        results = list[Tensor]()
+        backend = aot_autograd(fw_compiler=compile, decompositions=select_decomp_table())
+        for function in (forward.plain(model), forward.compiled(model, backend)):
+            llm.engine.runner._run = function
+            llm.engine.scheduler.manager.clear()
+            results.append(llm.logits(PROMPTS[0]).float())
+        layers = llm.engine.runner.model.config.num_hidden_layers
+    calls = [node for node in graphs[0].nodes if node.op == "call_function"]
+    assert sum("nibble.add_norm" in str(node.target) for node in calls) == 2 * layers
+    attending = [node for node in calls if "nibble.attention" in str(node.target)]
+    assert len(attending) == layers and all(len(node.args[12]) >= 2 for node in attending)
+    # Routers of random models choose by last bits.
+    assert (results[1] - results[0]).norm() <= (0.05 if family in ("llama", "qwen3") else 0.5) * results[
+        0
+    ].norm()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "glm4"])
 def test_other_families_rotate_themselves(family: str, tmp_path: Path) -> None:
     """A norm of another formula or over all heads, and neighbours that turn."""
@@ -224,7 +259,7 @@ def operands(
     ) -> Tensor:
         k = streams["k"]
         if rope:
-            q, k = rotated(q, rope, rope.q_norm_D), rotated(k, rope, rope.k_norm_D)
+            q, k = apply_rope(q, rope, rope.q_norm_D), apply_rope(k, rope, rope.k_norm_D)
         seen.append((q, k))
         return torch.ones(len(q), HEADS, DIM)
 
@@ -259,6 +294,48 @@ def test_a_formula_is_known(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None
     assert count == 1
     for x, expected in found:
         torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
+
+
+def with_others(x: Tensor, step: Step, turn: Turn, use: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    """A layer whose rotated queries and keys [1, H, T, D] go through use() to attention."""
+    parts = F.linear(x, WEIGHT).split(SPLIT, -1)
+    q, k, v = (part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in parts)
+    angles = x[..., : DIM // 2].repeat(1, 1, 2)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    (q, k), more = use(turn(q, cos, sin), turn(k, cos, sin))
+    streams = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
+    out = attention_op(step, 0, q[0].transpose(0, 1), streams, q.shape[-1], AttentionParams(1.0))
+    return out.sum() + sum(y.sum() for y in more)
+
+
+@pytest.mark.parametrize(
+    ("use", "count"),
+    [
+        (lambda q, k: ((q, k), []), 1),
+        # Others want what is rotated, as layers do that share keys.
+        (lambda q, k: ((q, k), [k.cos()]), 0),
+        (lambda q, k: ((q, k), [q[0].cos()]), 0),
+        # Views that cut heads or put them together.
+        (lambda q, k: ((q[..., :4], k[..., :4]), []), 0),
+        (lambda q, k: ((q.unflatten(-1, (2, 4)).transpose(1, 2).flatten(2, 3)[:, :, :4, :], k), []), 0),
+        (lambda q, k: ((q[:, :2], k), []), 0),
+        (lambda q, k: ((q[:, :, 1:], k[:, :, 1:]), []), 0),
+    ],
+)
+def test_whole_heads_that_nobody_else_wants(
+    use: Callable[[Tensor, Tensor], Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(_: Any, layer: int, q: Tensor, streams: Any, *rest: Any) -> Tensor:
+        return torch.ones(len(q), q.shape[1], q.shape[2])
+
+    monkeypatch.setattr(operators, "_context_of", lambda _: SimpleNamespace())
+    monkeypatch.setattr(operators, "attention", attention)
+    torch._dynamo.reset()
+    counts, x = list[int](), torch.randn(1, 5, HIDDEN, generator=RNG)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(with_others, backend=joining(counts), fullgraph=True)(x, Step(), plain, use)
+    assert counts == [count]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
-from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.kernels.types import AttentionBatch, AttentionParams, Rope
 from nibble.model_spec import Phase
 from tiny import MLA, SPARSE, save_tiny
 
@@ -112,6 +112,24 @@ def test_wrong_bytes_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         BackendError, match=r"torch_ref stores v wrongly in prefill of nvfp4@nhd.*--attention-backend"
     ):
+        self_test(runner.plan, runner.pool, runner.backends)
+
+
+def test_wrong_rotations_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled models leave rotary positions to the writer: one that turns keys the other way is found."""
+    engine, _ = build(Config(model=str(tiny), **OPTIONS))
+    runner = engine.runner
+    write = runner.pool.write_with_rope
+
+    def turned_back(
+        layer: int, q: Tensor, streams: Any, slots: Tensor, exact: Any, rope: Rope, *, keeps_keys: bool
+    ) -> Any:
+        q, _ = write(layer, q, streams, slots, exact, rope, keeps_keys=keeps_keys)
+        back = replace(rope, sin_TR=-rope.sin_TR)
+        return q, write(layer, q, streams, slots, exact, back, keeps_keys=keeps_keys)[1]
+
+    monkeypatch.setattr(runner.pool, "write_with_rope", turned_back)
+    with pytest.raises(BackendError, match="torch_ref stores k wrongly in extend of nvfp4@nhd"):
         self_test(runner.plan, runner.pool, runner.backends)
 
 

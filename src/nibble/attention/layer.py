@@ -27,7 +27,7 @@ from nibble.attention.window import (
 )
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import near
-from nibble.kernels.append.naive import rotated_keys
+from nibble.kernels.append.naive import apply_rope_to_keys
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Rope
@@ -96,12 +96,12 @@ def _store(
     if rope:
         assert is_owner, "keys that a layer shares are rotated where they are stored"
         has_window, k_THD = ctx.exact is not None, streams["k"]
-        q_THD, streams = ctx.pool.write_rotated(
+        q_THD, streams = ctx.pool.write_with_rope(
             layer, q_THD, streams, slots_T, meta.exact_slot_mapping_T, rope, keeps_keys=has_window
         )
         if ctx.observer and not has_window:
             # By the book: a kernel that keeps keys would be compiled for it while requests are served.
-            streams = {**streams, "k": rotated_keys(k_THD, rope)}
+            streams = {**streams, "k": apply_rope_to_keys(k_THD, rope)}
         return q_THD, streams
     if is_owner:
         ctx.pool.write(layer, streams, slots_T, meta.exact_slot_mapping_T)

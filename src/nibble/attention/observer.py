@@ -21,7 +21,7 @@ class AttentionObserver(Protocol):
         params: AttentionParams,
         out_THD: Tensor,
     ) -> None:
-        """Compare a layer's query and streams, as the model gave them, with its output.
+        """Compare a layer's query and streams, rotated, with its output.
 
         Args:
             layer: the layer's index.

@@ -250,7 +250,7 @@ class PagedPool:
                 # Index keys have no exact pages: all tokens are scored as they are stored.
                 write(together, slot_mapping_T, None if first == INDEX else exact_slot_mapping_T)
 
-    def write_rotated(
+    def write_with_rope(
         self,
         layer: int,
         q_THD: Tensor,
@@ -273,7 +273,7 @@ class PagedPool:
             keeps_keys: whether anybody reads rotated keys but from the pages.
         """
         _, write = self._appends[layer][0]
-        return write.rotating(
+        return write.append_with_rope(
             q_THD, streams, slot_mapping_T, exact_slot_mapping_T, rope, keeps_keys=keeps_keys
         )
 

@@ -253,7 +253,7 @@ class _Sample:
 
 
 class Probe:
-    """One step of a sample: an AttentionObserver (attention/layer.py).
+    """One step of a sample: an AttentionObserver (attention/observer.py).
 
     Args:
         rows: where rows are stored.

@@ -59,9 +59,10 @@ from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError
 from nibble.formats.base import raw
 from nibble.kernels import ahead, cdiv
+from nibble.kernels.append.naive import apply_rope, apply_rope_to_keys
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
-from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Rope
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
 
@@ -382,6 +383,10 @@ class _GroupTest:
         streams = self._new_streams(len(slot_mapping_T))
         q_THD = self._noise(len(slot_mapping_T), self.group.q_heads, self.group.head_dim)
         meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=self._exact_slots(query_lens))
+        inputs, rope = (q_THD, streams), self._rope(len(q_THD)) if route.phase is not PHASES[0] else None
+        if rope:
+            q_THD = apply_rope(q_THD, rope, None)
+            streams = {**streams, "k": apply_rope_to_keys(streams["k"], rope)}
         if self.owner != self.layer:  # this group reads what another stores
             self.pool.write(self.owner, streams, slot_mapping_T, meta.exact_slot_mapping_T)
         ctx = StepContext(self.plan, self.pool, self.backends, meta, exact=self.exact)
@@ -389,7 +394,7 @@ class _GroupTest:
         if self.group.top_k:
             # Positions only: attention() looks up the slots, as in an engine's step.
             params = replace(params, topk_indices_TK=self._topk_indices(query_lens, seq_lens))
-        actual_THD = attention(ctx, self.layer, q_THD, streams, params)
+        actual_THD = attention(ctx, self.layer, *inputs, params, rope=rope)
         for name, x_THD in streams.items():
             stored_THD, expected_THD = self._read(name, slot_mapping_T), self._round_trip(name, x_THD)
             self._compare(stored_THD, expected_THD, STORED_TOLERANCE, route, f"stores {name}")
@@ -408,6 +413,14 @@ class _GroupTest:
             actual_THD.split(query_lens), expected_THD.split(query_lens), strict=True
         ):
             self._compare(actual, expected, limit, route, what)
+
+    def _rope(self, tokens: int) -> Rope | None:
+        """Return rotary positions, which compiled models leave to attention; None for layers where they do not."""
+        keys = self.view.streams.get("k")
+        if keys is None or self.owner != self.layer:
+            return None
+        angles_TR = self._noise(tokens, keys.stream.dim // 2).repeat(1, 2)
+        return Rope(angles_TR.cos(), angles_TR.sin())
 
     def _near_name(self, phase: Phase) -> str:
         """Return who reads near tokens."""

@@ -113,8 +113,7 @@ def inductor_options(model: nn.Module) -> dict[str, Any]:
     """Return the options that a model on a GPU is compiled with."""
     if not next(model.parameters()).is_cuda:
         return {}
-    # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
-    # A decode step of an 8B model has hundreds.
+    # Independent small kernels, such as norms of queries and keys, become one launch.
     return {"combo_kernels": True, **_early_launches(), **graph_passes.options(model)}
 
 

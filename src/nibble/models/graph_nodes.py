@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 Node = Any
@@ -25,17 +26,24 @@ def both(x: Any, target: Any) -> list[tuple[Node, Node]]:
     return [(x.args[0], x.args[1]), (x.args[1], x.args[0])]
 
 
+def sizes(x: Node) -> list[str]:
+    """Return the shape of a node, by which nodes are compared: sizes that vary would become conditions of the model."""
+    return [*map(str, x.meta["val"].shape)]
+
+
 def is_call(x: Any, target: Any) -> bool:
     """Return whether an argument is a call of an operator."""
     return isinstance(x, fx.Node) and x.target is target
 
 
-def call(graph: fx.Graph, target: Any, *arguments: Any) -> Node:
+def call(graph: fx.Graph, target: Any, *arguments: Any, options: Mapping[str, Any] | None = None) -> Node:
     """Add a call, and what it is known to return."""
-    node = graph.call_function(target, arguments)
-    values = fx.map_arg(arguments, lambda part: part.meta["val"])
-    with tree_leaves(values)[0].fake_mode:
-        node.meta["val"] = target(*values)
+    node = graph.call_function(target, arguments, dict(options or {}))
+    operands: Any = (node.args, node.kwargs)
+    values, options = fx.map_arg(operands, lambda part: part.meta["val"])
+    tensors: Any = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    with tensors[0].fake_mode:
+        node.meta["val"] = target(*values, **options)
     return node
 
 

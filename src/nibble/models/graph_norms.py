@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from nibble.kernels import norm
-from nibble.models.graph_nodes import INPUTS, Node, both, call, erase, is_call
+from nibble.models.graph_nodes import INPUTS, Node, both, call, erase, is_call, sizes
 
 aten = torch.ops.aten
 assert norm  # which defines the operator
@@ -37,7 +37,7 @@ def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float)
     residual, x = total.args
     if not all(isinstance(y, fx.Node) and _is_alike(y, total) for y in (residual, x)):
         return False
-    if not norm.serves(total.meta["val"]):
+    if not norm.serves(total.meta["val"]) or weight.op != "placeholder":  # which stands in front of any sum
         return False
     with graph.inserting_before(total):
         pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, eps)
@@ -52,13 +52,7 @@ def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float)
 
 def _is_alike(x: Node, other: Node) -> bool:
     """Return whether two nodes are tensors of one shape and dtype."""
-    one, two = x.meta["val"], other.meta["val"]
-    # Compared as they are, sizes that vary would become conditions of the model.
-    return (
-        isinstance(one, Tensor)
-        and one.dtype == two.dtype
-        and [*map(str, one.shape)] == [*map(str, two.shape)]
-    )
+    return isinstance(x.meta["val"], Tensor) and _dtype(x) == _dtype(other) and sizes(x) == sizes(other)
 
 
 def _dtype(x: Node) -> torch.dtype:
@@ -72,11 +66,16 @@ def _dtype(x: Node) -> torch.dtype:
 def matched_norm(x: Node) -> tuple[Node, Node, float] | None:
     """Match the RMS norm over the last dimension -> (what is normed, the weight, eps)."""
     for factors, rounded in both(x, aten.mul.Tensor):
-        weight = _unrounded(factors)
-        if weight.op not in INPUTS or weight.meta["val"].dim() != 1:
+        weight = unrounded(factors)
+        # Kernels read as many as a row has values, side by side.
+        if (
+            weight.op not in INPUTS
+            or sizes(weight) != sizes(x)[-1:]
+            or not weight.meta["val"].is_contiguous()
+        ):
             continue
-        for heads, factor in both(_unrounded(rounded), aten.mul.Tensor):
-            y, eps = _unrounded(heads), _eps(factor)
+        for heads, factor in both(unrounded(rounded), aten.mul.Tensor):
+            y, eps = unrounded(heads), _eps(factor)
             if eps is not None and _is_mean_square(factor.args[0].args[0], y):
                 return y, weight, eps
     return None
@@ -96,9 +95,9 @@ def _is_mean_square(mean: Any, y: Node) -> bool:
     if not is_call(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([last], True)):
         return False
     square = mean.args[0]
-    return is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _unrounded(square.args[0]) is y
+    return is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and unrounded(square.args[0]) is y
 
 
-def _unrounded(x: Node) -> Node:
-    """Return what a node is in another dtype."""
+def unrounded(x: Node) -> Node:
+    """Return what a node is in another dtype, or the node itself."""
     return x.args[0] if x.target is _CONVERT else x

@@ -11,7 +11,9 @@ these (graph_rows.py), and last, sums and the norms behind them become one opera
 
 from __future__ import annotations
 
+import logging
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ from nibble.models import (
 from nibble.models.graph_nodes import INPUTS
 from nibble.models.linear import narrow_weights
 
+log = logging.getLogger("nibble.compile")
 aten = torch.ops.aten
 assert experts and linear and router and parallel_rows  # which define the operators
 
@@ -60,12 +63,19 @@ class ReplaceOperators(CustomGraphPass):
             if not node.kwargs and bias.op in INPUTS and bias.meta["val"].dim() == 1:
                 self._replace_product(node, *node.args)
         graph_gates.join_gates(graph, self.device)
-        graph_rope.join_rope(graph, self.device)
+        self._try(graph_rope.join_rope, graph)
         for node in graph.find_nodes(op="call_function", target=torch.ops.nibble.experts_layer.default):
             _join_router(graph, node)
         _share_gathered_rows(graph)
         graph_rows.pick_rows_early(graph)
-        graph_norms.join_norms(graph, self.device)
+        self._try(graph_norms.join_norms, graph)
+
+    def _try(self, join: Callable[[fx.Graph, str], int], graph: fx.Graph) -> None:
+        """Join operators, where nothing of the kind goes wrong; a graph that is left as it was is right."""
+        try:
+            join(graph, self.device)
+        except Exception as error:  # of all kinds: of formulas that families write in ways of their own
+            log.info("%s: %s: %s", join.__name__, type(error).__name__, error)
 
     def _serves_topk(
         self, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True

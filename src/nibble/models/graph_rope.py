@@ -20,10 +20,12 @@ import torch
 from torch import fx
 
 from nibble.attention.operators import SEPARATOR
-from nibble.models.graph_nodes import Node, both, call, erase, is_call
-from nibble.models.graph_norms import matched_norm
+from nibble.kernels import linear, quantized_linear
+from nibble.models.graph_nodes import Node, both, call, erase, is_call, sizes
+from nibble.models.graph_norms import matched_norm, unrounded
 
 aten = torch.ops.aten
+assert linear and quantized_linear  # which define operators
 _ATTENTION = torch.ops.nibble.attention.default
 _STREAMS, _NAMES, _ROPE, _EPS = 1, 2, 12, 13
 """Places of the operator's arguments."""
@@ -33,7 +35,9 @@ _VIEWS = (
 )  # fmt: skip
 _PARTS = (operator.getitem, aten.split_with_sizes.default, aten.split.Tensor)
 _HEADS_FIRST = [0, 2, 1, 3]
-_PRODUCTS = (torch.ops.nibble.linear.default, aten.mm.default, aten.addmm.default)
+_PRODUCTS = (
+    torch.ops.nibble.linear.default, torch.ops.nibble.quantized_linear.default, aten.mm.default, aten.addmm.default,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class _Heads:
 
 def join_rope(graph: fx.Graph, device: str) -> int:
     """Let attention rotate queries and keys where the graph does, in place, on one type of device; return how often."""
-    count, tables = 0, dict[Node, Node]()
+    count, tables = 0, dict[tuple[Node, bool], Node]()
     node: Node
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         names = node.args[_NAMES].split(SEPARATOR)
@@ -63,10 +67,11 @@ def join_rope(graph: fx.Graph, device: str) -> int:
             continue
         q, k = _heads(node.args[0]), _heads(node.args[_STREAMS][0])
         if q and k and _fit(q, k):
-            for part in (q.cos, q.sin):
-                if part not in tables:  # which all layers share
-                    tables[part] = _rows(graph, part, is_halved=q.is_halved)
-            _join(graph, node, q, k, [tables[part] for part in (q.cos, q.sin)])
+            keys = [(part, q.is_halved) for part in (q.cos, q.sin)]
+            for key in keys:
+                if key not in tables:  # which all layers share
+                    tables[key] = _rows(graph, *key)
+            _join(graph, node, q, k, [tables[key] for key in keys])
             count += 1
     return count
 
@@ -104,7 +109,7 @@ def _with_views(graph: fx.Graph, source: Node, views: Sequence[Node]) -> Node:
     return source
 
 
-def _rows(graph: fx.Graph, part: Node, *, is_halved: bool) -> Node:
+def _rows(graph: fx.Graph, part: Node, is_halved: bool) -> Node:
     """Return cosines or sines [1, 1, T, R or half of it] as [T, R]."""
     rows = part
     for _ in range(2):
@@ -120,26 +125,30 @@ def _rows(graph: fx.Graph, part: Node, *, is_halved: bool) -> Node:
 
 
 def _heads(x: Any) -> _Heads | None:
-    """Return where rotated heads come from, None where they are not rotated as kernels do it."""
-    views = list[Node]()
+    """Return where rotated heads come from, None where they are not rotated as kernels do it, or for others as well."""
+    views, rows = list[Node](), x
     while isinstance(x, fx.Node) and x.target in (*_VIEWS, aten.clone.default):
         # A copy only gives memory another order, of which kernels take any.
         if x.target in _VIEWS:
             views.insert(0, x)
+        if len(x.users) > 1:
+            return None
         x = x.args[0]
     heads = _partly(x) or _in_halves(x) or _rotated(x)
-    if heads is None:
+    if heads is None or len(x.users) > 1 or not _is_in_order(rows, x):
         return None
-    heads = replace(heads, views=tuple(views))
     order = heads.source
-    if (
-        order.target is aten.permute.default
-        and order.args[1] == _HEADS_FIRST
-        and (norm := matched_norm(order.args[0]))
-    ):
+    is_moved = order.target is aten.permute.default and order.args[1] == _HEADS_FIRST
+    if is_moved and (norm := matched_norm(unrounded(order.args[0]))):
         source, weight, eps = norm
-        heads = replace(heads, source=source, views=(order, *views), norm=weight, eps=eps)
-    return heads if _is_product(heads.source) else None
+        heads = replace(heads, source=source, norm=weight, eps=eps)
+        views.insert(0, order)
+    return replace(heads, views=tuple(views)) if _is_product(heads.source) else None
+
+
+def _is_in_order(rows: Node, heads: Node) -> bool:
+    """Return whether rows [T, H, D] are all of heads [1, H, T, D]."""
+    return len(sizes(heads)) == 4 and sizes(rows) == [sizes(heads)[place] for place in (2, 1, 3)]
 
 
 def _is_product(x: Node) -> bool:
@@ -241,11 +250,9 @@ def _is_slice(x: Any, source: Node, start: int, stop: int) -> bool:
 
 def _is_table(x: Any, source: Node) -> bool:
     """Return whether a node is cosines or sines [1, 1, T, R] in the dtype of heads [1, H, T, R]."""
-    value, heads = x.meta["val"], source.meta["val"]
-    if value.dim() != 4 or heads.dim() != 4 or value.dtype != heads.dtype:
+    if x.meta["val"].dtype != source.meta["val"].dtype or len(sizes(source)) != 4:
         return False
-    # Compared as they are, sizes that vary would become conditions of the model.
-    return [*map(str, value.shape)] == ["1", "1", *map(str, heads.shape[2:])]
+    return sizes(x) == ["1", "1", *sizes(source)[2:]]
 
 
 def _dim(x: Node, place: int) -> int:

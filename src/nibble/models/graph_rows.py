@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from nibble.kernels import collectives, experts, gated, linear, quantized_linear, router, topk
+from nibble.models.graph_nodes import call
 
 aten = torch.ops.aten
 assert (
@@ -107,12 +108,12 @@ def _add_twins(
     graph: fx.Graph, nodes: list[fx.Node], rows: fx.Node, tokens: torch.SymInt, twins: dict[fx.Node, fx.Node]
 ) -> None:
     """Add what nodes compute for rows, and fill in which node has which twin."""
-    count = _call(graph, aten.sym_size.int, (rows, 0))
+    count = call(graph, aten.sym_size.int, rows, 0)
 
     def twin(node: fx.Node) -> fx.Node:
         """Return the rows of a node; of what has none, itself."""
         if node not in twins and (at := _row_dimension(node.meta["val"], tokens)) is not None:
-            twins[node] = _call(graph, aten.index.Tensor, (node, [*[None] * at, rows]))
+            twins[node] = call(graph, aten.index.Tensor, node, [*[None] * at, rows])
         return twins.get(node, node)
 
     for node in nodes:
@@ -120,24 +121,13 @@ def _add_twins(
         if node.target in _RESHAPES:
             shape, at = node.meta["val"].shape, _row_dimension(node.meta["val"], tokens)
             arguments = arguments[0], [count if i == at else size for i, size in enumerate(shape)]
-        twins[node] = _call(graph, node.target, arguments, fx.map_arg(node.kwargs, twin))
+        twins[node] = call(graph, node.target, *arguments, options=fx.map_arg(node.kwargs, twin))
         for value, of_rows in zip(
             tree_leaves(node.meta["val"]), tree_leaves(twins[node].meta["val"]), strict=True
         ):
             at = _row_dimension(value, tokens)
             if at is None or not _is_same(of_rows.shape[at], count.meta["val"]):
                 raise ValueError(f"{node.target} has rows of {tuple(of_rows.shape)}")
-
-
-def _call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], options: Any = None) -> fx.Node:
-    """Add a call, and what it is known to return."""
-    node = graph.call_function(target, arguments, options or {})
-    operands: Any = (node.args, node.kwargs)
-    values, options = fx.map_arg(operands, lambda part: part.meta["val"])
-    tensors: Any = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-    with tensors[0].fake_mode:
-        node.meta["val"] = target(*values, **options)
-    return node
 
 
 def _is_by_row(node: Any, tokens: torch.SymInt) -> bool:

@@ -311,12 +311,12 @@ def rope_of(tokens: int, width: int, dim: int, *, has_norm: bool) -> Rope:
     return Rope(cos, sin, tuple(norms), 1e-6)
 
 
-ROPES = [(96, 32), (64, 20), (32, 32)]
-"""Values of a head, and how many of them are rotated."""
+ROPES = [((96, 96), 32), ((64, 64), 20), ((32, 32), 32), ((512, 64), 512), ((80, 256), 80)]
+"""Values of a head of K and of V, and how many of K's are rotated. Wide heads take several programs."""
 
 
 @pytest.mark.parametrize(
-    ("dims", "has_norm", "keeps", "kv_format"),
+    ("shape", "has_norm", "keeps", "kv_format"),
     [
         (ROPES[0], False, False, "fp32"),
         (ROPES[0], True, True, "nvfp4+kmean+rot"),
@@ -324,27 +324,32 @@ ROPES = [(96, 32), (64, 20), (32, 32)]
         (ROPES[1], False, True, "fp32"),
         (ROPES[2], False, False, "nvfp4"),
         (ROPES[2], True, True, "fp32"),
+        (ROPES[3], True, True, "nvfp4"),
+        (ROPES[4], False, False, "fp32"),
     ],
 )
 def test_rotation_of_queries_and_keys(
-    dims: tuple[int, int], has_norm: bool, keeps: bool, kv_format: str
+    shape: tuple[tuple[int, int], int], has_norm: bool, keeps: bool, kv_format: str
 ) -> None:
     """In the launch that stores keys, as by the book; rows of padding have no slot, and their queries rotate too."""
-    dim, width = dims
-    rng = torch.Generator().manual_seed(dim)
-    stored, rows, q_heads = 7, 9, 5
-    wide = torch.randn(rows, q_heads + 2 * HEADS, dim, generator=rng).to(DEVICE)
-    q, k, v = wide.split((q_heads, HEADS, HEADS), 1)  # as one product makes them
+    dims, width = shape
+    rng = torch.Generator().manual_seed(width)
+    stored, rows, q_heads = 7, 9, 7
+    # As one product makes them.
+    parts = [q_heads * dims[0], HEADS * dims[0], HEADS * dims[1]]
+    wide = torch.randn(rows, sum(parts), generator=rng).to(DEVICE).split(parts, 1)
+    q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip(wide, (dims[0], *dims), strict=True))
     slots = torch.tensor([6, -1, 0, 19, 7, -1, 3], device=DEVICE)
     exact_slots = torch.tensor([1, 2, -1, 3, 4, -1, 5], device=DEVICE)
-    rope, found = rope_of(rows, width, dim, has_norm=has_norm), []
+    rope, found = rope_of(rows, width, dims[0], has_norm=has_norm), []
     for make in (HeadsAppend, Reference):
-        exact = pool("fp32", "nhd", (dim, dim))
-        target = pool(kv_format, "hnd", (dim, dim), exact=exact)
+        exact = pool("fp32", "nhd", dims)
+        target = pool(kv_format, "hnd", dims, exact=exact)
         write = make(_targets(target.view(0), exact.view(0)))
         streams = {"k": k[:stored], "v": v[:stored]}
         with np.errstate(all="ignore"):
-            q_out, out = write.rotating(q, streams, slots, exact_slots, rope, keeps_keys=keeps)
+            q_out, out = write.append_with_rope(q, streams, slots, exact_slots, rope, keeps_keys=keeps)
+        assert "k" in out if keeps or make is Reference else out.keys() == {"v"}
         kept = [q_out, out["k"]] if keeps else [q_out]
         found.append((kept, bytes_of(exact), bytes_of(target)))
     (kept, exact_bytes, stored_bytes), (expected, expected_exact, expected_bytes) = found
@@ -367,7 +372,7 @@ def test_rotation_turns_halves(pair: str) -> None:
     x = torch.arange(1.0, 9.0, device=DEVICE).view(1, 1, 8)
     rope = Rope(torch.zeros(1, 8, device=DEVICE), torch.ones(1, 8, device=DEVICE))
     expected = [-5, -6, -7, -8, 1, 2, 3, 4] if pair == "halves" else [-2, 1, -4, 3, -6, 5, -8, 7]
-    is_equal = torch.equal(naive.rotated(x, rope, None).flatten().cpu(), torch.tensor(expected).float())
+    is_equal = torch.equal(naive.apply_rope(x, rope, None).flatten().cpu(), torch.tensor(expected).float())
     assert is_equal == (pair == "halves")
 
 
@@ -378,9 +383,9 @@ def test_rotation_where_the_kernel_cannot() -> None:
     write, rope = HeadsAppend(_targets(target.view(0))), rope_of(3, 32, 32, has_norm=False)
     half = replace(rope, cos_TR=rope.cos_TR.bfloat16(), sin_TR=rope.sin_TR.bfloat16())
     slots = torch.tensor([0, 1, 2], device=DEVICE)
-    q_out, out = write.rotating(q, {"k": k, "v": v}, slots, None, half, keeps_keys=False)
-    assert torch.equal(q_out, naive.rotated(q, half, None)) and torch.equal(
-        out["k"], naive.rotated(k, half, None)
+    q_out, out = write.append_with_rope(q, {"k": k, "v": v}, slots, None, half, keeps_keys=False)
+    assert torch.equal(q_out, naive.apply_rope(q, half, None)) and torch.equal(
+        out["k"], naive.apply_rope(k, half, None)
     )
     found = target.view(0).streams["k"].planes[0][0, :, :3].transpose(0, 1)
     assert torch.equal(found, out["k"])

@@ -89,6 +89,8 @@ def test_a_factor_in_front_of_rounding() -> None:
         (lambda x, residual, weight: (norm((x + residual).unflatten(-1, (2, -1)), weight[:32]),), 0),
         (lambda x, residual, weight: (norm(x + residual, weight + 1),), 0),
         (lambda x, residual, weight: (norm(x + residual, x),), 0),
+        # A factor for all values.
+        (lambda x, residual, weight: (norm(x + residual, weight[:1].clone()),), 0),
         (lambda x, residual, weight: (norm(x + residual, weight) / (x + residual).float().abs().mean(-1, True),), 1),
         (lambda x, residual, weight: (weight * (x + residual) * torch.rsqrt(x.float().pow(2).mean(-1, True) + 1).bfloat16(),), 0),
     ],

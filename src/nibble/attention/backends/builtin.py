@@ -8,7 +8,7 @@
   (prefill_sm90.cu), over pages that are dequantised into a workspace.
 - torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase.
 - sdpa: the attention that torch brings. On a GPU its fused kernels, for new tokens over a prefix in any format;
-  elsewhere quantised pages are staged (attention/layer.py). Torch's functions cap no scores and have no sinks.
+  elsewhere quantised pages are staged (attention/staging.py). Torch's functions cap no scores and have no sinks.
 - flex_attention: torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
   Quantised pages are staged.
 """

@@ -1,4 +1,4 @@
-"""append: new tokens of a layer, transformed, encoded and stored in its pages.
+"""append: new tokens of a layer, transformed, encoded and stored in its pages, maybe behind rotary positions.
 
 gather: whole pages of one stream, dequantised for backends that cannot read the stored format.
 """

@@ -51,7 +51,7 @@ class KVAppend(Protocol):
         """
         ...
 
-    def rotating(
+    def append_with_rope(
         self,
         q_THD: Tensor,
         streams: Mapping[str, Tensor],
@@ -61,11 +61,11 @@ class KVAppend(Protocol):
         *,
         keeps_keys: bool,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Rotate queries and keys, and store keys and values; see append_rotated()."""
+        """Rotate queries and keys, and store keys and values; see append_with_rope()."""
         ...
 
 
-def append_rotated(
+def append_with_rope(
     write: KVAppend,
     q_THD: Tensor,
     streams: Mapping[str, Tensor],
@@ -89,16 +89,16 @@ def append_rotated(
     Returns:
         Queries and streams as attention takes them; keys may not be among these where they are not kept.
     """
-    streams = {**streams, "k": rotated_keys(streams["k"], rope)}
+    streams = {**streams, "k": apply_rope_to_keys(streams["k"], rope)}
     write(streams, slot_mapping_T, exact_slot_mapping_T)
-    return rotated(q_THD, rope, rope.q_norm_D), streams
+    return apply_rope(q_THD, rope, rope.q_norm_D), streams
 
 
 class NaiveAppend:
     """The definition. Streams that are alike are encoded in one go, which halves the calls."""
 
     is_capturable = False
-    rotating = append_rotated
+    append_with_rope = append_with_rope
 
     def __init__(self, targets: Mapping[str, Target], joint_scale: Tensor | None = None) -> None:
         self._targets = targets
@@ -150,7 +150,7 @@ def _transformed(x_THD: Tensor, target: Target) -> Tensor:
     return x_THD
 
 
-def rotated(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
+def apply_rope(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
     """Return heads of queries or keys, normed where there is a weight, and rotated; rounded once.
 
     Args:
@@ -167,11 +167,11 @@ def rotated(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
     return torch.cat((turned, rest), -1).to(x_THD.dtype)
 
 
-def rotated_keys(k_THD: Tensor, rope: Rope) -> Tensor:
+def apply_rope_to_keys(k_THD: Tensor, rope: Rope) -> Tensor:
     """Return keys of a step's first tokens, normed and rotated."""
     tokens = len(k_THD)
     of_these = replace(rope, cos_TR=rope.cos_TR[:tokens], sin_TR=rope.sin_TR[:tokens])
-    return rotated(k_THD, of_these, rope.k_norm_D)
+    return apply_rope(k_THD, of_these, rope.k_norm_D)
 
 
 def _writer(storage_PHS: Tensor, interleave: int) -> Callable[[Tensor, Tensor], None]:

@@ -12,8 +12,8 @@ powers of two. Names in capitals are constants of a kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from nibble.kernels import cdiv, gpu_of, next_power_of_2
-from nibble.kernels.append.naive import Target, append_rotated
+from nibble.kernels.append.naive import Target, append_with_rope
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
 from nibble.kernels.launches import Launches
@@ -41,8 +41,6 @@ MANY_ROWS, ROW_WARPS = 4, 2
 """Of a program of RowAppend, where there are more tokens."""
 NO_EXACT = (None, None, None)
 """Stands for the slots and planes of exact pages where nothing is stored there."""
-NO_ROPE = (None,) * 7 + (0.0,)
-"""Stands for queries, and for what rotates them and keys, where nothing does."""
 TILE_VALUES = 4096
 """Values of a tile of gather_kernel."""
 
@@ -75,7 +73,7 @@ def append_heads_kernel(
         if part >= 2:
             q_head_R = head_R + (part - 2) * tl.num_programs(1) * R
             keep_R = q_head_R < Q_HEADS
-            q_RD = _load_rotated(
+            q_RD = _load_with_rope(
                 q + token * q_stride_T + q_head_R * q_stride_H, keep_R, cos, sin, q_norm_D, eps, K_DIM, ROPE
             )
             _store_rows(q_out, q_RD, token * Q_HEADS + q_head_R, keep_R, K_DIM)
@@ -94,7 +92,7 @@ def append_heads_kernel(
         live_R = _live(head_R, place, exact_place, k_out, HEADS)
         rows = k + token * k_stride_T + head_R * k_stride_H
         if ROPE:
-            k_RD = _load_rotated(rows, live_R, cos, sin, k_norm_D, eps, K_DIM, ROPE)
+            k_RD = _load_with_rope(rows, live_R, cos, sin, k_norm_D, eps, K_DIM, ROPE)
             if k_out is not None:
                 _store_rows(k_out, k_RD, token * HEADS + head_R, live_R, K_DIM)
         else:
@@ -157,7 +155,7 @@ def _append_rows(
 
 
 @triton.jit
-def _load_rotated(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE: tl.constexpr):
+def _load_with_rope(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE: tl.constexpr):
     """Load rows, normed where there is a weight, and with rotary positions, rounded to what they are stored in."""
     column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     turns, low = column < ROPE, column < ROPE // 2
@@ -197,6 +195,33 @@ def _store_rows(plane, x_RW, row_R, keep_R, WIDTH: tl.constexpr):
     tl.store(plane + (row_R * WIDTH)[:, None] + column, x_RW, mask=keep_R[:, None] & (column < WIDTH))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queries:
+    """Queries, and what rotates them and keys, as the kernel takes it."""
+
+    pointers: tuple[Tensor | None, ...]
+    """Queries, where they go, where keys go, cosines, sines, and the weights of norms."""
+    eps: float
+    strides: tuple[int, int]
+    """Of a token and of a head."""
+    width: int | None
+    """Values of a head that are rotated."""
+    heads: int | None
+
+    @classmethod
+    def of(cls, q_THD: Tensor, out_THD: Tensor, k_out_THD: Tensor | None, rope: Rope) -> _Queries:
+        """Return what the kernel takes."""
+        tables = rope.cos_TR.contiguous(), rope.sin_TR.contiguous()
+        return cls(
+            (q_THD, out_THD, k_out_THD, *tables, rope.q_norm_D, rope.k_norm_D), rope.eps,
+            (q_THD.stride(0), q_THD.stride(1)), rope.cos_TR.shape[1], q_THD.shape[1],
+        )  # fmt: skip
+
+
+NO_QUERIES = _Queries((None,) * 7, 0.0, (0, 0), None, None)
+"""Where keys are stored as they are given."""
+
+
 class HeadsAppend:
     """Appends K and V of a layer; see naive.KVAppend."""
 
@@ -227,18 +252,9 @@ class HeadsAppend:
         exact_slot_mapping_T: Tensor | None = None,
     ) -> None:
         """Store `k` and `v`."""
-        self._append(
-            streams,
-            slot_mapping_T,
-            exact_slot_mapping_T,
-            len(slot_mapping_T),
-            2,
-            NO_ROPE,
-            (0, 0),
-            (None, None),
-        )
+        self._append(streams, slot_mapping_T, exact_slot_mapping_T, len(slot_mapping_T), NO_QUERIES)
 
-    def rotating(
+    def append_with_rope(
         self,
         q_THD: Tensor,
         streams: Mapping[str, Tensor],
@@ -248,25 +264,17 @@ class HeadsAppend:
         *,
         keeps_keys: bool,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Rotate queries and keys, and store `k` and `v`; see naive.append_rotated()."""
-        rows, heads, dim = q_THD.shape
+        """Rotate queries and keys, and store `k` and `v`; see naive.append_with_rope()."""
         k_THD = streams["k"]
-        if dim != self._dim or {q_THD.dtype, k_THD.dtype} != {rope.cos_TR.dtype}:
-            return append_rotated(
+        if q_THD.shape[2] != self._dim or {q_THD.dtype, k_THD.dtype} != {rope.cos_TR.dtype}:
+            return append_with_rope(
                 self, q_THD, streams, slot_mapping_T, exact_slot_mapping_T, rope, keeps_keys=keeps_keys
             )
-        q_THD, out_THD = _readable(q_THD), q_THD.new_empty(q_THD.shape)
-        keys_THD = k_THD.new_empty(k_THD.shape) if keeps_keys else None
-        arguments = (
-            q_THD, out_THD, keys_THD, rope.cos_TR.contiguous(), rope.sin_TR.contiguous(),
-            rope.q_norm_D, rope.k_norm_D, rope.eps,
-        )  # fmt: skip
-        programs = 2 + cdiv(heads, self._groups * self._rows)
-        strides, constants = (q_THD.stride(0), q_THD.stride(1)), (rope.cos_TR.shape[1], heads)
-        self._append(
-            streams, slot_mapping_T, exact_slot_mapping_T, rows, programs, arguments, strides, constants
-        )
-        return out_THD, {"k": k_THD if keys_THD is None else keys_THD, "v": streams["v"]}
+        out_THD = q_THD.new_empty(q_THD.shape)
+        rotated = {"k": k_THD.new_empty(k_THD.shape)} if keeps_keys else {}
+        queries = _Queries.of(_readable(q_THD), out_THD, rotated.get("k"), rope)
+        self._append(streams, slot_mapping_T, exact_slot_mapping_T, len(q_THD), queries)
+        return out_THD, {**rotated, "v": streams["v"]}
 
     def _append(
         self,
@@ -274,24 +282,23 @@ class HeadsAppend:
         slot_mapping_T: Tensor,
         exact_slot_mapping_T: Tensor | None,
         tokens: int,
-        programs: int,
-        rope: tuple[Any, ...],
-        q_strides: tuple[int, int],
-        rope_constants: tuple[int | None, int | None],
+        queries: _Queries,
     ) -> None:
-        """Launch the kernel: so many programs for each of the tokens."""
+        """Launch the kernel for so many tokens, of which those that have slots are stored."""
+        if not tokens:
+            return
         k, v = _readable(streams["k"]), _readable(streams["v"])
         assert self._exact or exact_slot_mapping_T is None, "there are exact slots, but no exact pages"
         exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
-        if not tokens:
-            return
         warps = self._warps[tokens > FEW_TOKENS]
-        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *q_strides
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *queries.strides
+        programs = 2 + cdiv(queries.heads or 0, self._groups * self._rows)
+        constants = queries.width, queries.heads
         self._launches(
             append_heads_kernel, (tokens, self._groups, programs),
-            (k, v, slot_mapping_T, exact[0], *strides, *rope[:-1], (warps, *rope_constants)),
-            (k, v, slot_mapping_T, *exact, *self._tensors, *rope, len(slot_mapping_T), *strides, *self._constants,
-             *rope_constants),
+            (k, v, slot_mapping_T, exact[0], *strides, *queries.pointers, (warps, *constants)),
+            (k, v, slot_mapping_T, *exact, *self._tensors, *queries.pointers, queries.eps, len(slot_mapping_T),
+             *strides, *self._constants, *constants),
             num_warps=warps, **self._launch,
         )  # fmt: skip
 
@@ -383,7 +390,7 @@ class RowAppend:
     """Appends the one stream of a layer that has one head; see naive.KVAppend."""
 
     is_capturable = True
-    rotating = append_rotated
+    append_with_rope = append_with_rope
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         ((self._name, target),) = targets.items()

@@ -140,7 +140,8 @@ def draw_kernel(maxima, sums, ids, tokens, chances, parts, P: tl.constexpr, HAS_
 def likeliest(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the place of each row's largest value; see naive.py. Rows must be contiguous."""
     rows = len(x_SV)
-    tokens_S, reported_S = torch.empty(2, rows, dtype=torch.int64, device=x_SV.device)
+    # Apart, since halves of one tensor would not always lie on a grid of 16 bytes, which kernels are compiled for.
+    tokens_S, reported_S = (torch.empty(rows, dtype=torch.int64, device=x_SV.device) for _ in range(2))
     if not rows:
         return tokens_S, reported_S
     maxima_SP, _, options = _part_maxima(x_SV, with_sums=False)
