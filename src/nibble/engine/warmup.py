@@ -200,6 +200,9 @@ def _record_pieces(
 ) -> None:
     """Record steps with few tokens of prompts piecewise, where that is possible."""
     if not sizes:  # as the plan has it (CacheSpec.piecewise)
+        startup.notes.append(
+            "steps that compute prompts are launched kernel by kernel: they are recorded for compiled models on one GPU"
+        )
         return
     assert runner.graphs and runner.run
     meta = AttentionMetadata(torch.empty(0, device=runner.device), ())
