@@ -130,6 +130,7 @@ CASES = [
     ("phi3", {"kv_format": "bf16"}),
     ("mistral", {"kv_format": "mxfp4", "kv_window": 16}),
     ("gpt_oss", {"kv_format": "bf16"}),
+    ("gemma3_text", {"kv_format": "bf16"}),
 ]
 """Families with heads rotated whole and in part, normed and not, and caches with exact pages and without."""
 
@@ -152,7 +153,7 @@ def test_results_are_the_same(family: str, options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "glm4_moe", "gemma3_text"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
 def test_families_in_16_bits(family: str, tmp_path: Path) -> None:
     """As on a GPU: positions are rotated, and sums and norms are one operator, two for each layer."""
@@ -181,15 +182,15 @@ def test_families_in_16_bits(family: str, tmp_path: Path) -> None:
     attending = [node for node in calls if "nibble.attention" in str(node.target)]
     assert len(attending) == layers and all(len(node.args[12]) >= 2 for node in attending)
     # Routers of random models choose by last bits.
-    assert (results[1] - results[0]).norm() <= (0.05 if family in ("llama", "qwen3") else 0.5) * results[
-        0
-    ].norm()
+    assert (results[1] - results[0]).norm() <= (
+        0.05 if family in ("llama", "qwen3", "gemma3_text") else 0.5
+    ) * results[0].norm()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "glm4"])
+@pytest.mark.parametrize("family", ["olmo3", "glm4"])
 def test_other_families_rotate_themselves(family: str, tmp_path: Path) -> None:
-    """A norm of another formula or over all heads, and neighbours that turn."""
+    """A norm over all heads, and neighbours that turn."""
     counts = list[int]()
     llm, run = served(save_tiny(tmp_path, family), counts, kv_format="bf16")
     with llm:

@@ -170,6 +170,8 @@ class Rope:
     """Weights of the RMS norms of a query's head and of a key's, where heads are normed."""
     eps: float = 0.0
     """Of the norms."""
+    offset: float = 0.0
+    """What is added to their weights."""
 
     @property
     def q_norm_D(self) -> Tensor | None:

@@ -1,6 +1,7 @@
 """RMS norms behind a sum, in the graph of a compiled model: one operator adds up and norms (kernels/norm).
 
-The formula is read off the graph: y * rsqrt(mean(y ** 2) + eps) * weight in float32, of y = residual + x.
+The formula is read off the graph: y * rsqrt(mean(y ** 2) + eps) * weight in float32, of y = residual + x; families may
+add 1 to the weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def join_norms(graph: fx.Graph, device: str) -> int:
     return count
 
 
-def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float) -> bool:
+def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float, offset: float) -> bool:
     """Put the operator in the place of a norm, and of what it is taken of, if that is a sum."""
     if len(product.users) == 1 and is_call(user := next(iter(product.users)), _CONVERT):
         product = user  # of a product that is rounded behind its factor
@@ -40,7 +41,7 @@ def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float)
     if not norm.serves(total.meta["val"]) or weight.op != "placeholder":  # which stands in front of any sum
         return False
     with graph.inserting_before(total):
-        pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, eps)
+        pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, eps, offset)
         parts = [graph.call_function(operator.getitem, (pair, place)) for place in range(2)]
     for part, value, old in zip(parts, pair.meta["val"], (total, product), strict=True):
         part.meta["val"] = value
@@ -63,10 +64,10 @@ def _dtype(x: Node) -> torch.dtype:
 # ---- the formula -----------------------------------------------------------------------------------------------------
 
 
-def matched_norm(x: Node) -> tuple[Node, Node, float] | None:
-    """Match the RMS norm over the last dimension -> (what is normed, the weight, eps)."""
+def matched_norm(x: Node) -> tuple[Node, Node, float, float] | None:
+    """Match the RMS norm over the last dimension -> (what is normed, the weight, eps, what is added to the weight)."""
     for factors, rounded in both(x, aten.mul.Tensor):
-        weight = unrounded(factors)
+        weight, offset = _weight(factors)
         # Kernels read as many as a row has values, side by side.
         if (
             weight.op not in INPUTS
@@ -77,8 +78,15 @@ def matched_norm(x: Node) -> tuple[Node, Node, float] | None:
         for heads, factor in both(unrounded(rounded), aten.mul.Tensor):
             y, eps = unrounded(heads), _eps(factor)
             if eps is not None and _is_mean_square(factor.args[0].args[0], y):
-                return y, weight, eps
+                return y, weight, eps, offset
     return None
+
+
+def _weight(factors: Node) -> tuple[Node, float]:
+    """Match a weight, or a weight + a number -> (the weight, the number)."""
+    if is_call(factors, aten.add.Tensor) and not factors.kwargs and isinstance(factors.args[1], int | float):
+        return unrounded(factors.args[0]), float(factors.args[1])
+    return unrounded(factors), 0.0
 
 
 def _eps(factor: Node) -> float | None:

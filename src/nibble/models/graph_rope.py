@@ -27,7 +27,7 @@ from nibble.models.graph_norms import matched_norm, unrounded
 aten = torch.ops.aten
 assert linear and quantized_linear  # which define operators
 _ATTENTION = torch.ops.nibble.attention.default
-_STREAMS, _NAMES, _ROPE, _EPS = 1, 2, 12, 13
+_STREAMS, _NAMES, _ROPE, _EPS, _OFFSET = 1, 2, 12, 13, 14
 """Places of the operator's arguments."""
 _VIEWS = (
     aten.select.int, aten.permute.default, aten.transpose.int, aten.view.default, aten.unsqueeze.default,
@@ -55,6 +55,8 @@ class _Heads:
     norm: Node | None = None
     """The weight of the norm of a head."""
     eps: float = 0.0
+    offset: float = 0.0
+    """What is added to the weight."""
 
 
 def join_rope(graph: fx.Graph, device: str) -> int:
@@ -78,11 +80,11 @@ def join_rope(graph: fx.Graph, device: str) -> int:
 
 def _fit(q: _Heads, k: _Heads) -> bool:
     """Return whether one call can rotate queries and keys: by the same numbers, both normed or neither."""
-    return all(
-        (heads.cos, heads.sin, heads.is_halved, heads.eps, heads.norm is None)
-        == (q.cos, q.sin, q.is_halved, q.eps, q.norm is None)
+    first, second = (
+        (heads.cos, heads.sin, heads.is_halved, heads.norm is None, heads.eps, heads.offset)
         for heads in (q, k)
     )
+    return first == second
 
 
 def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads, tables: Sequence[Node]) -> None:
@@ -92,7 +94,7 @@ def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads, tables: Sequence[No
         arguments[0] = _with_views(graph, q.source, q.views)
         arguments[_STREAMS] = [_with_views(graph, k.source, k.views), values]
         arguments[_ROPE] = [*tables, *(heads.norm for heads in (q, k) if heads.norm)]
-        arguments[_EPS] = q.eps
+        arguments[_EPS], arguments[_OFFSET] = q.eps, q.offset
         # A new node: the old one remembers which arguments, with which strides, it was traced with.
         joined = graph.call_function(_ATTENTION, tuple(arguments))
     joined.meta["val"] = node.meta["val"]
@@ -139,10 +141,11 @@ def _heads(x: Any) -> _Heads | None:
         return None
     order = heads.source
     is_moved = order.target is aten.permute.default and order.args[1] == _HEADS_FIRST
-    if is_moved and (norm := matched_norm(unrounded(order.args[0]))):
-        source, weight, eps = norm
-        heads = replace(heads, source=source, norm=weight, eps=eps)
-        views.insert(0, order)
+    if norm := matched_norm(unrounded(order.args[0] if is_moved else order)):
+        source, weight, eps, offset = norm
+        heads = replace(heads, source=source, norm=weight, eps=eps, offset=offset)
+        if is_moved:
+            views.insert(0, order)
     return replace(heads, views=tuple(views)) if _is_product(heads.source) else None
 
 

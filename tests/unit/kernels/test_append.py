@@ -308,7 +308,7 @@ def rope_of(tokens: int, width: int, dim: int, *, has_norm: bool) -> Rope:
     angles = torch.randn(tokens, width // 2, generator=rng).repeat(1, 2)
     norms = [1 + torch.randn(dim, generator=rng) / 4 for _ in range(2 * has_norm)]
     cos, sin, *norms = [x.to(DEVICE) for x in (angles.cos(), angles.sin(), *norms)]
-    return Rope(cos, sin, tuple(norms), 1e-6)
+    return Rope(cos, sin, tuple(norms), 1e-6, 0.5 if has_norm else 0.0)
 
 
 ROPES = [((96, 96), 32), ((64, 64), 20), ((32, 32), 32), ((512, 64), 512), ((80, 256), 80)]
@@ -439,7 +439,7 @@ for arch in (89, 90):
         encode = next(iter(ENCODERS[name].values()))
         fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
                      ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8,
-                     PDL=arch >= 90, ROPE=None, Q_HEADS=None,
+                     PDL=arch >= 90, ROPE=None, Q_HEADS=None, OFFSET=0.0,
                      **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "q_norm_D", "k_norm_D", "eps")))
         planes = dict.fromkeys(("k_planes", "v_planes"), ("*u8",) * len(widths))
         for absent in (dict.fromkeys(exact), {}):
@@ -483,7 +483,7 @@ for name, widths in (("nvfp4", (64, 8)), ("bf16", (128,))):
     encode = next(iter(ENCODERS[name].values()))
     planes = dict.fromkeys(("k_planes", "v_planes"), ("*bf16" if name == "bf16" else "*u8",) * len(widths))
     fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
-                 ROTATE=0, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8, PDL=True,
+                 ROTATE=0, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8, PDL=True, OFFSET=1.0,
                  **dict.fromkeys(("exact_slots", "exact_k", "exact_v", "k_mean_HD", "k_out")))
     norms = dict.fromkeys(("q_norm_D", "k_norm_D"))
     plain = dict.fromkeys(("q", "q_out", "cos", "sin", "eps", "ROPE", "Q_HEADS"))

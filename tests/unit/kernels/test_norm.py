@@ -22,8 +22,8 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("shape", [(1, 5, 64), (3, 96), (2, 2880), (1, 1, 4096)])
 def test_sums_and_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = operands(shape, dtype)
-    total, normed = fast.add_norm(x, residual, weight, 1e-5)
-    expected_total, expected = naive.add_norm(x, residual, weight, 1e-5)
+    total, normed = fast.add_norm(x, residual, weight, 1e-5, 0.25)
+    expected_total, expected = naive.add_norm(x, residual, weight, 1e-5, 0.25)
     # Triton's interpreter rounds to bfloat16 towards zero.
     torch.testing.assert_close(total, expected_total, rtol=8e-3, atol=1e-6)
     torch.testing.assert_close(normed, expected, rtol=2e-2, atol=1e-2)
@@ -38,6 +38,16 @@ def test_the_norm_is_that_of_the_rounded_sum() -> None:
     assert total.tolist() == [[129.0] * 32 + [256.0] * 32]
     rms = ((129**2 + 256**2) / 2) ** 0.5
     torch.testing.assert_close(normed[0, -1].item(), 256 / rms, rtol=4e-3, atol=0)
+
+
+def test_a_weight_may_be_how_far_factors_are_from_one() -> None:
+    x, residual, weight = operands((3, 64), torch.float32)
+    _, expected = naive.add_norm(x, residual, weight + 1, 1e-5)
+    for normed in (
+        naive.add_norm(x, residual, weight, 1e-5, 1.0)[1],
+        add_norm(x, residual, weight, 1e-5, 1.0)[1],
+    ):
+        torch.testing.assert_close(normed, expected)
 
 
 def test_rows_of_any_stride() -> None:

@@ -66,6 +66,18 @@ def test_a_layer() -> None:
     assert joined(layer) == 2
 
 
+def test_factors_that_are_stored_less_one() -> None:
+    """As Gemma has them; not a factor of the sum, nor of two weights."""
+
+    def less(y: Tensor, weight: Tensor, one: Any = 1.0) -> Tensor:
+        y32 = y.float()
+        normed = y32 * torch.rsqrt(y32.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (normed * (one + weight.float())).to(y.dtype)
+
+    assert joined(lambda x, residual, weight: (less(x + residual, weight), x + residual)) == 1
+    assert joined(lambda x, residual, weight: (less(x + residual, weight, weight.float().cos()),)) == 0
+
+
 def test_a_factor_in_front_of_rounding() -> None:
     def late(y: Tensor, weight: Tensor) -> Tensor:
         y32 = y.float()
@@ -87,7 +99,7 @@ def test_a_factor_in_front_of_rounding() -> None:
         # Other norms: of the mean's distance, of part of a row, with one added to factors, with factors of rows.
         (lambda x, residual, weight: (F.layer_norm(x + residual, (HIDDEN,), weight),), 0),
         (lambda x, residual, weight: (norm((x + residual).unflatten(-1, (2, -1)), weight[:32]),), 0),
-        (lambda x, residual, weight: (norm(x + residual, weight + 1),), 0),
+        (lambda x, residual, weight: (norm(x + residual, weight * 2),), 0),
         (lambda x, residual, weight: (norm(x + residual, x),), 0),
         # A factor for all values.
         (lambda x, residual, weight: (norm(x + residual, weight[:1].clone()),), 0),

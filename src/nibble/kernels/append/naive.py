@@ -160,7 +160,7 @@ def apply_rope(x_THD: Tensor, rope: Rope, weight_D: Tensor | None) -> Tensor:
     """
     cos_T1R, sin_T1R, x = rope.cos_TR[:, None].float(), rope.sin_TR[:, None].float(), x_THD.float()
     if weight_D is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rope.eps) * weight_D.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rope.eps) * (weight_D.float() + rope.offset)
     turning, rest = x.split((cos_T1R.shape[-1], x.shape[-1] - cos_T1R.shape[-1]), -1)
     low, high = turning.chunk(2, -1)
     turned = turning * cos_T1R + torch.cat((-high, low), -1) * sin_T1R

@@ -56,7 +56,7 @@ def append_heads_kernel(
     K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     HEADS_FIRST: tl.constexpr, EXACT_HEADS_FIRST: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
-    ROPE: tl.constexpr, Q_HEADS: tl.constexpr,
+    ROPE: tl.constexpr, Q_HEADS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V.
 
@@ -74,7 +74,15 @@ def append_heads_kernel(
             q_head_R = head_R + (part - 2) * tl.num_programs(1) * R
             keep_R = q_head_R < Q_HEADS
             q_RD = _load_with_rope(
-                q + token * q_stride_T + q_head_R * q_stride_H, keep_R, cos, sin, q_norm_D, eps, K_DIM, ROPE
+                q + token * q_stride_T + q_head_R * q_stride_H,
+                keep_R,
+                cos,
+                sin,
+                q_norm_D,
+                eps,
+                K_DIM,
+                ROPE,
+                OFFSET,
             )
             _store_rows(q_out, q_RD, token * Q_HEADS + q_head_R, keep_R, K_DIM)
             return
@@ -92,7 +100,7 @@ def append_heads_kernel(
         live_R = _live(head_R, place, exact_place, k_out, HEADS)
         rows = k + token * k_stride_T + head_R * k_stride_H
         if ROPE:
-            k_RD = _load_with_rope(rows, live_R, cos, sin, k_norm_D, eps, K_DIM, ROPE)
+            k_RD = _load_with_rope(rows, live_R, cos, sin, k_norm_D, eps, K_DIM, ROPE, OFFSET)
             if k_out is not None:
                 _store_rows(k_out, k_RD, token * HEADS + head_R, live_R, K_DIM)
         else:
@@ -155,7 +163,9 @@ def _append_rows(
 
 
 @triton.jit
-def _load_with_rope(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE: tl.constexpr):
+def _load_with_rope(
+    rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, ROPE: tl.constexpr, OFFSET: tl.constexpr
+):
     """Load rows, normed where there is a weight, and with rotary positions, rounded to what they are stored in."""
     column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     turns, low = column < ROPE, column < ROPE // 2
@@ -169,12 +179,10 @@ def _load_with_rope(rows, keep_R, cos, sin, weight_D, eps, DIM: tl.constexpr, RO
     spread = tl.zeros([keep_R.shape[0], 1], tl.int32)
     if weight_D is not None:
         factor_R1 = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / DIM + eps)[:, None]
-        x_RD *= factor_R1 * tl.load(weight_D + column + spread, mask=column + spread < DIM, other=0.0).to(
-            tl.float32
-        )
-        y_RD *= factor_R1 * tl.load(weight_D + other + spread, mask=turns & (spread == 0), other=0.0).to(
-            tl.float32
-        )
+        own_RD = tl.load(weight_D + column + spread, mask=column + spread < DIM, other=0.0)
+        others_RD = tl.load(weight_D + other + spread, mask=turns & (spread == 0), other=0.0)
+        x_RD *= factor_R1 * (own_RD.to(tl.float32) + OFFSET)
+        y_RD *= factor_R1 * (others_RD.to(tl.float32) + OFFSET)
     c_RD = tl.load(cos + column + spread, mask=column + spread < ROPE, other=1.0).to(tl.float32)
     s_RD = tl.load(sin + column + spread, mask=column + spread < ROPE, other=0.0).to(tl.float32)
     x_RD = x_RD * c_RD + tl.where(low, -y_RD, y_RD) * s_RD
@@ -207,6 +215,8 @@ class _Queries:
     width: int | None
     """Values of a head that are rotated."""
     heads: int | None
+    offset: float
+    """Of the weights of norms."""
 
     @classmethod
     def of(cls, q_THD: Tensor, out_THD: Tensor, k_out_THD: Tensor | None, rope: Rope) -> _Queries:
@@ -214,11 +224,11 @@ class _Queries:
         tables = rope.cos_TR.contiguous(), rope.sin_TR.contiguous()
         return cls(
             (q_THD, out_THD, k_out_THD, *tables, rope.q_norm_D, rope.k_norm_D), rope.eps,
-            (q_THD.stride(0), q_THD.stride(1)), rope.cos_TR.shape[1], q_THD.shape[1],
+            (q_THD.stride(0), q_THD.stride(1)), rope.cos_TR.shape[1], q_THD.shape[1], rope.offset,
         )  # fmt: skip
 
 
-NO_QUERIES = _Queries((None,) * 7, 0.0, (0, 0), None, None)
+NO_QUERIES = _Queries((None,) * 7, 0.0, (0, 0), None, None, 0.0)
 """Where keys are stored as they are given."""
 
 
@@ -293,7 +303,7 @@ class HeadsAppend:
         warps = self._warps[tokens > FEW_TOKENS]
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *queries.strides
         programs = 2 + cdiv(queries.heads or 0, self._groups * self._rows)
-        constants = queries.width, queries.heads
+        constants = queries.width, queries.heads, queries.offset
         self._launches(
             append_heads_kernel, (tokens, self._groups, programs),
             (k, v, slot_mapping_T, exact[0], *strides, *queries.pointers, (warps, *constants)),

@@ -20,12 +20,12 @@ MOST_WARPS = 16
 @triton.jit(do_not_specialize=["eps"])
 def add_norm_kernel(
     x, residual, weight, total, normed, eps, x_stride, residual_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up and norm a row. Grid: T."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     live = at < WIDTH
-    factors = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    factors = tl.load(weight + at, mask=live, other=0.0).to(tl.float32) + OFFSET
     wait_for_inputs(PDL)
     a = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
     b = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
@@ -36,7 +36,9 @@ def add_norm_kernel(
     tl.store(normed + row * WIDTH + at, y * scale * factors, mask=live)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor, weight_N: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the sum and its norm; see naive.py."""
     width, options = x.shape[-1], launch_options(gpu_of(x.device))
     rows, others = _rows(x, width), _rows(residual, width)
@@ -45,7 +47,7 @@ def add_norm(x: Tensor, residual: Tensor, weight_N: Tensor, eps: float) -> tuple
     warps = min(max(block // (32 * THREAD_VALUES), 1), MOST_WARPS)
     if len(rows):
         add_norm_kernel[(len(rows),)](
-            rows, others, weight_N, total, normed, eps, rows.stride(0), others.stride(0), width, block,
+            rows, others, weight_N, total, normed, eps, rows.stride(0), others.stride(0), width, block, offset,
             bool(options), num_warps=warps, **options,
         )  # fmt: skip
     return total, normed
