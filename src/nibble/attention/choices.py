@@ -95,7 +95,7 @@ def lookup_topk_slots(ctx: StepContext, layer: int, params: AttentionParams) -> 
 def layer_choice(
     ctx: StepContext, exact: ExactCache, layer: int, batch: AttentionBatch, params: AttentionParams
 ) -> SplitChoice:
-    """Return the near and far part of what the rows of a batch have chosen, or the layer whose choice it shares."""
+    """Return the near and far part of what a layer has chosen for a batch, or another whose choice it shares."""
     assert params.topk_indices_TK is not None
     # Layers that share a choice share its parts.
     chooser = params.index_layer if params.index_layer in ctx.pending else layer

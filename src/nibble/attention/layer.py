@@ -20,11 +20,7 @@ from nibble.attention.choices import layer_choice, lookup_topk_slots
 from nibble.attention.planner.plan import Route
 from nibble.attention.sinks import SinkParts, sink_params
 from nibble.attention.step import PreparedBatch, StepContext, concatenate, resident
-from nibble.attention.window import (
-    ExactCache,
-    far_params,
-    near_params,
-)
+from nibble.attention.window import ExactCache, far_params, near_params
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import near
 from nibble.kernels.append.naive import apply_rope_to_keys
@@ -64,7 +60,7 @@ def attention(
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(ctx.plan.owner[layer])
-    # Keys may be stored rotated, and then the query is rotated alike.
+    # Keys may be stored behind a Hadamard rotation, and then the query takes it, too.
     queries = q_THD, view.query(q_THD)
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
     if out_THD is None and (len(batches) > 1 or len(q_THD) > count):

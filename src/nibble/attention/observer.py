@@ -21,7 +21,7 @@ class AttentionObserver(Protocol):
         params: AttentionParams,
         out_THD: Tensor,
     ) -> None:
-        """Compare a layer's query and streams, rotated, with its output.
+        """Compare a layer's query and streams, behind norms and rotary positions, with its output.
 
         Args:
             layer: the layer's index.

@@ -20,12 +20,7 @@ from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.recurrent import RecurrentStates
 from nibble.attention.staging import PagePart, cut_parts, dequantize_pages
-from nibble.attention.window import (
-    ExactCache,
-    SplitChoice,
-    WindowParts,
-    split_choice,
-)
+from nibble.attention.window import ExactCache, SplitChoice, WindowParts, split_choice
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool
 from nibble.kernels.attention import merge_lse

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from nibble.kernels import linear, quantized_linear
+
+aten = torch.ops.aten
+assert linear and quantized_linear  # which define the operators
 Node = Any
 """An fx.Node, whose arguments have types that say nothing of them."""
 INPUTS = ("placeholder", "get_attr")
 """What a parameter is in a graph."""
+PRODUCTS = frozenset(
+    {
+        torch.ops.nibble.linear.default, torch.ops.nibble.quantized_linear.default, aten.mm.default, aten.addmm.default,
+    }
+)  # fmt: skip
+"""Operators that multiply rows with a matrix."""
 
 
 def both(x: Any, target: Any) -> list[tuple[Node, Node]]:

@@ -7,6 +7,7 @@ add 1 to the weight.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,30 @@ assert norm  # which defines the operator
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm over the last dimension."""
+
+    source: Node
+    """What is normed."""
+    weight: Node
+    eps: float
+    offset: float
+    """What is added to the weight."""
+
+
 def join_norms(graph: fx.Graph, device: str) -> int:
     """Join sums with the norms behind them, in place, on one type of device; return how many."""
     count = 0
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if product.meta["val"].device.type == device and (match := matched_norm(product)):
-            count += _join(graph, product, *match)
+            count += _join(graph, product, match)
     return count
 
 
-def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float, offset: float) -> bool:
+def _join(graph: fx.Graph, product: Node, match: Norm) -> bool:
     """Put the operator in the place of a norm, and of what it is taken of, if that is a sum."""
+    total, weight = match.source, match.weight
     if len(product.users) == 1 and is_call(user := next(iter(product.users)), _CONVERT):
         product = user  # of a product that is rounded behind its factor
     if not is_call(total, aten.add.Tensor) or total.kwargs or product.meta["val"].dtype != _dtype(total):
@@ -41,7 +55,7 @@ def _join(graph: fx.Graph, product: Node, total: Node, weight: Node, eps: float,
     if not norm.serves(total.meta["val"]) or weight.op != "placeholder":  # which stands in front of any sum
         return False
     with graph.inserting_before(total):
-        pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, eps, offset)
+        pair = call(graph, torch.ops.nibble.add_norm.default, x, residual, weight, match.eps, match.offset)
         parts = [graph.call_function(operator.getitem, (pair, place)) for place in range(2)]
     for part, value, old in zip(parts, pair.meta["val"], (total, product), strict=True):
         part.meta["val"] = value
@@ -64,8 +78,8 @@ def _dtype(x: Node) -> torch.dtype:
 # ---- the formula -----------------------------------------------------------------------------------------------------
 
 
-def matched_norm(x: Node) -> tuple[Node, Node, float, float] | None:
-    """Match the RMS norm over the last dimension -> (what is normed, the weight, eps, what is added to the weight)."""
+def matched_norm(x: Node) -> Norm | None:
+    """Match the RMS norm over the last dimension."""
     for factors, rounded in both(x, aten.mul.Tensor):
         weight, offset = _weight(factors)
         # Kernels read as many as a row has values, side by side.
@@ -78,7 +92,7 @@ def matched_norm(x: Node) -> tuple[Node, Node, float, float] | None:
         for heads, factor in both(unrounded(rounded), aten.mul.Tensor):
             y, eps = unrounded(heads), _eps(factor)
             if eps is not None and _is_mean_square(factor.args[0].args[0], y):
-                return y, weight, eps, offset
+                return Norm(y, weight, eps, offset)
     return None
 
 

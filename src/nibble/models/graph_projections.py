@@ -20,27 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nibble.kernels import linear, quantized_linear
 from nibble.kernels.recurrence import Runs
 from nibble.models.graph_convolutions import INPUT_VALUES, MOVES, TOKENS, NotMovedError, size_of
-from nibble.models.graph_nodes import INPUTS
+from nibble.models.graph_nodes import INPUTS, PRODUCTS
 
 aten = torch.ops.aten
 _JOINED, _PROJECTED = (
     getattr(torch.ops.nibble, name).default for name in ("conv_recurrence", "projected_recurrence")
 )
-_PRODUCTS = frozenset(
-    {
-        torch.ops.nibble.linear.default, torch.ops.nibble.quantized_linear.default, aten.mm.default, aten.addmm.default,
-    }
-)  # fmt: skip
 _DIGITS = 128
 """Values that tell channels apart, in each of the tokens."""
 _TOLERANCE = 1e-4
 """Of gates; those of neighbouring channels differ by more than ten times as much."""
 _LARGE = 40.0
 """Times as large inputs of gates are a second time."""
-assert linear, quantized_linear  # which define the operators
 
 
 def join_projections(graph: fx.Graph, device: str) -> int:
@@ -76,7 +69,7 @@ def _erase(graph: fx.Graph, rule: fx.Node) -> None:
     stack, erased = [rule], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node in erased or node.users or node.op in INPUTS or node.target in _PRODUCTS:
+        if node in erased or node.users or node.op in INPUTS or node.target in PRODUCTS:
             continue
         stack += node.all_input_nodes
         graph.erase_node(node)
@@ -201,7 +194,7 @@ def _leaves(node: fx.Node, between: frozenset[Any] | None) -> list[fx.Node]:
     leaves, visited, stack = list[fx.Node](), {node}, [node]
     while stack:
         current = stack.pop()
-        if current.target in _PRODUCTS or (current.op in INPUTS and is_tensor(current)):
+        if current.target in PRODUCTS or (current.op in INPUTS and is_tensor(current)):
             leaves.append(current)
             continue
         if current.op in INPUTS:
@@ -268,5 +261,5 @@ class Run:
         return node.target(*arguments, **options)
 
     def _tokens(self) -> Any:
-        product = next(node for node in self.values if node.target in _PRODUCTS)
+        product = next(node for node in self.values if node.target in PRODUCTS)
         return product.meta["val"].shape[-2]

@@ -20,12 +20,10 @@ import torch
 from torch import fx
 
 from nibble.attention.operators import SEPARATOR
-from nibble.kernels import linear, quantized_linear
-from nibble.models.graph_nodes import Node, both, call, erase, is_call, sizes
-from nibble.models.graph_norms import matched_norm, unrounded
+from nibble.models.graph_nodes import PRODUCTS, Node, both, call, erase, is_call, sizes
+from nibble.models.graph_norms import Norm, matched_norm, unrounded
 
 aten = torch.ops.aten
-assert linear and quantized_linear  # which define operators
 _ATTENTION = torch.ops.nibble.attention.default
 _STREAMS, _NAMES, _ROPE, _EPS, _OFFSET = 1, 2, 12, 13, 14
 """Places of the operator's arguments."""
@@ -35,9 +33,6 @@ _VIEWS = (
 )  # fmt: skip
 _PARTS = (operator.getitem, aten.split_with_sizes.default, aten.split.Tensor)
 _HEADS_FIRST = [0, 2, 1, 3]
-_PRODUCTS = (
-    torch.ops.nibble.linear.default, torch.ops.nibble.quantized_linear.default, aten.mm.default, aten.addmm.default,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,11 +47,8 @@ class _Heads:
     """[1, 1, T, R]."""
     is_halved: bool = False
     """Whether these are of one half, as both halves turn by the same angles."""
-    norm: Node | None = None
-    """The weight of the norm of a head."""
-    eps: float = 0.0
-    offset: float = 0.0
-    """What is added to the weight."""
+    norm: Norm | None = None
+    """Of each head, before it is rotated."""
 
 
 def join_rope(graph: fx.Graph, device: str) -> int:
@@ -81,7 +73,7 @@ def join_rope(graph: fx.Graph, device: str) -> int:
 def _fit(q: _Heads, k: _Heads) -> bool:
     """Return whether one call can rotate queries and keys: by the same numbers, both normed or neither."""
     first, second = (
-        (heads.cos, heads.sin, heads.is_halved, heads.norm is None, heads.eps, heads.offset)
+        (heads.cos, heads.sin, heads.is_halved, heads.norm and (heads.norm.eps, heads.norm.offset))
         for heads in (q, k)
     )
     return first == second
@@ -93,8 +85,9 @@ def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads, tables: Sequence[No
     with graph.inserting_before(node):
         arguments[0] = _with_views(graph, q.source, q.views)
         arguments[_STREAMS] = [_with_views(graph, k.source, k.views), values]
-        arguments[_ROPE] = [*tables, *(heads.norm for heads in (q, k) if heads.norm)]
-        arguments[_EPS], arguments[_OFFSET] = q.eps, q.offset
+        arguments[_ROPE] = [*tables, *(heads.norm.weight for heads in (q, k) if heads.norm)]
+        if q.norm:
+            arguments[_EPS], arguments[_OFFSET] = q.norm.eps, q.norm.offset
         # A new node: the old one remembers which arguments, with which strides, it was traced with.
         joined = graph.call_function(_ATTENTION, tuple(arguments))
     joined.meta["val"] = node.meta["val"]
@@ -142,8 +135,7 @@ def _heads(x: Any) -> _Heads | None:
     order = heads.source
     is_moved = order.target is aten.permute.default and order.args[1] == _HEADS_FIRST
     if norm := matched_norm(unrounded(order.args[0] if is_moved else order)):
-        source, weight, eps, offset = norm
-        heads = replace(heads, source=source, norm=weight, eps=eps, offset=offset)
+        heads = replace(heads, source=norm.source, norm=norm)
         if is_moved:
             views.insert(0, order)
     return replace(heads, views=tuple(views)) if _is_product(heads.source) else None
@@ -157,7 +149,7 @@ def _is_in_order(rows: Node, heads: Node) -> bool:
 def _is_product(x: Node) -> bool:
     while x.target in (*_VIEWS, *_PARTS):
         x = x.args[0]
-    return x.target in _PRODUCTS
+    return x.target in PRODUCTS
 
 
 def _rotated(x: Any) -> _Heads | None:
@@ -172,9 +164,7 @@ def _rotated(x: Any) -> _Heads | None:
 
 def _partly(x: Any) -> _Heads | None:
     """Match cat(rotated(x[:R]), x[R:])."""
-    if not is_call(x, aten.cat.default) or len(x.args[0]) != 2 or _dim(x, 1) != 3:
-        return None
-    first, rest = x.args[0]
+    first, rest = _two_parts(x)
     heads = _rotated(first)
     if heads is None or not is_call(heads.source, aten.slice.Tensor) or not is_call(rest, aten.slice.Tensor):
         return None
@@ -187,9 +177,7 @@ def _partly(x: Any) -> _Heads | None:
 
 def _in_halves(x: Any) -> _Heads | None:
     """Match cat(low * cos - high * sin, high * cos + low * sin)."""
-    if not is_call(x, aten.cat.default) or len(x.args[0]) != 2 or _dim(x, 1) != 3:
-        return None
-    difference, total = x.args[0]
+    difference, total = _two_parts(x)
     if not is_call(difference, aten.sub.Tensor) or difference.kwargs or len(difference.args) != 2:
         return None
     for low, cos in both(difference.args[0], aten.mul.Tensor):
@@ -205,6 +193,13 @@ def _in_halves(x: Any) -> _Heads | None:
             if _is_sum(total, {high, cos}, {low, sin}):
                 return _Heads(source, (), cos, sin, is_halved=True)
     return None
+
+
+def _two_parts(x: Any) -> tuple[Node, Node]:
+    """Return the two nodes that the values of each head are joined of; None twice where there are no two."""
+    if not is_call(x, aten.cat.default) or len(x.args[0]) != 2 or _dim(x, 1) != 3:
+        return None, None
+    return x.args[0][0], x.args[0][1]
 
 
 def _is_sum(x: Any, one: set[Node], other: set[Node]) -> bool:
@@ -231,9 +226,7 @@ def _half(x: Any, place: int) -> Node | None:
 
 def _is_turned(halves: Any, source: Node) -> bool:
     """Return whether a node is cat(-x[half:], x[:half])."""
-    if not is_call(halves, aten.cat.default) or len(halves.args[0]) != 2 or _dim(halves, 1) != 3:
-        return False
-    high, low = halves.args[0]
+    high, low = _two_parts(halves)
     width = source.meta["val"].shape[-1]
     return (
         is_call(high, aten.neg.default)

@@ -423,6 +423,15 @@ def test_encoders_agree_with_the_definition_on_hard_blocks(
     compare(kv_format, "hnd", {"k": hard(case), "v": hard(case).flip(0)}, slots)
 
 
+def printed(program: str) -> list[list[str]]:
+    """What a program prints that compiles kernels as for a GPU, which none is needed for: the words of each line."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
+    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [line.split() for line in run.stdout.splitlines()]
+
+
 COMPILED = """
 import re, triton
 from triton.backends.compiler import GPUTarget
@@ -458,11 +467,7 @@ for arch in (89, 90):
 @pytest.mark.slow
 def test_exact_pages_cost_a_slot_and_a_store_of_whole_rows() -> None:
     """Compiled as for a GPU, which none is needed for: of K and V each 8 values of a thread go in one store."""
-    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
-    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
-    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    lines = [line.split() for line in run.stdout.splitlines()]
+    lines = printed(COMPILED)
     assert len(lines) == 12
     for without, both in zip(lines[::2], lines[1::2], strict=True):
         assert [int(b) - int(a) for a, b in zip(without[1:], both[1:], strict=True)] == [1, 1, 2, 2], both
@@ -502,10 +507,6 @@ for name, widths in (("nvfp4", (64, 8)), ("bf16", (128,))):
 @pytest.mark.slow
 def test_rotation_moves_nothing_between_threads() -> None:
     """Compiled as for a GPU: as many barriers as without but one, and no load of single values."""
-    command = [sys.executable, "-W", "ignore", "-c", TURNED]
-    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
-    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    lines = [[int(count) for count in line.split()[1:]] for line in run.stdout.splitlines()]
+    lines = [[int(count) for count in line[1:]] for line in printed(TURNED)]
     for (barriers, _), *variants in (lines[:3], lines[3:]):
         assert all(own <= barriers + 1 and not narrow for own, narrow in variants), lines

@@ -73,17 +73,8 @@ def append_heads_kernel(
         if part >= 2:
             q_head_R = head_R + (part - 2) * tl.num_programs(1) * R
             keep_R = q_head_R < Q_HEADS
-            q_RD = _load_with_rope(
-                q + token * q_stride_T + q_head_R * q_stride_H,
-                keep_R,
-                cos,
-                sin,
-                q_norm_D,
-                eps,
-                K_DIM,
-                ROPE,
-                OFFSET,
-            )
+            rows = q + token * q_stride_T + q_head_R * q_stride_H
+            q_RD = _load_with_rope(rows, keep_R, cos, sin, q_norm_D, eps, K_DIM, ROPE, OFFSET)
             _store_rows(q_out, q_RD, token * Q_HEADS + q_head_R, keep_R, K_DIM)
             return
         if token >= stored:

@@ -196,16 +196,16 @@ def prefill_attention(
         batch: The requests.
         blocks: From plan_blocks.
         params: Scale, window, capping and sinks.
-        out_THD: Where to leave what is returned, contiguous, if anywhere.
+        out_THD: Where to leave what is returned, contiguous, if anywhere; few rows are left elsewhere.
 
     Returns:
         [T, H, D] in the query's dtype.
     """
-    if out_THD is None:
-        if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
-            from nibble.kernels.attention.triton import paged_attention
+    if len(blocks) == 1 and isinstance(few := blocks[0].plan, AttentionBatch):
+        from nibble.kernels.attention.triton import paged_attention
 
-            return paged_attention(q_THD, k, v, few, params, max(few.seq_lens))
+        return paged_attention(q_THD, k, v, few, params, max(few.seq_lens))
+    if out_THD is None:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     q_THD = _copyable(q_THD)
     pages = _Pages(k, v, batch.page_table_BN, params)

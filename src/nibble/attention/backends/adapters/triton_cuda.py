@@ -103,25 +103,27 @@ class Cuda(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
     ) -> Tensor:
         """Call the kernel of the phase."""
-        k, v = view.streams["k"].paged, view.streams["v"].paged
-        if state is not None:
-            return self._prompts.prefill_attention(q_THD, k, v, batch, state, params)
-        if self._is_wide(q_THD, k, batch):
-            return self._wide.forward(q_THD, view, batch, params, None)
-        return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params)
+        return self._forward(q_THD, view, batch, params, state, None)
 
     def forward_into(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
         out_THD: Tensor,
     ) -> None:  # fmt: skip
-        """Let the kernel store the output there."""
+        """Let the kernel store the output there, where it can."""
+        output = self._forward(q_THD, view, batch, params, state, out_THD)
+        if output is not out_THD:
+            out_THD.copy_(output)
+
+    def _forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
+        out_THD: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         k, v = view.streams["k"].paged, view.streams["v"].paged
         if state is not None:
-            self._prompts.prefill_attention(q_THD, k, v, batch, state, params, out_THD)
-        elif self._is_wide(q_THD, k, batch):
-            self._wide.forward_into(q_THD, view, batch, params, None, out_THD)
-        else:
-            self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params, out_THD)
+            return self._prompts.prefill_attention(q_THD, k, v, batch, state, params, out_THD)
+        if self._is_wide(q_THD, k, batch):
+            return self._wide.forward(q_THD, view, batch, params, None)
+        return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params, out_THD)
 
     def forward_partial(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
