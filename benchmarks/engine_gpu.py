@@ -34,7 +34,7 @@ from nibble import LLM
 SCHEMES = ("bf16", "fp8_e4m3", "nvfp4")
 WORKLOADS = ("16K/1K", "2K/2K", "1K/8K")
 CONCURRENCY = (1, 8, 32, 128)
-PREFILL_TOKENS = 32768
+PREFILL_TOKENS = 131072
 """Prompt tokens that the rate of each prompt length is measured with."""
 EXACT, QUANTISED = 0.05, 0.35
 """Bounds on the relative error of logits, over an unquantised cache and over others. Logits that have nothing to do

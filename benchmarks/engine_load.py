@@ -24,9 +24,12 @@ from nibble import LLM, SamplingParams
 from nibble.cache.manager import CacheManager
 from nibble.engine.request import Batch, Delta, Request
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.step_tokens import LONG_PROMPTS
 
 STEPS, WARMUP = 24, 4
 """Decode steps that are timed, and those before."""
+LONG = LONG_PROMPTS + 64
+"""Tokens of a prompt of which the last layer attends for the last one alone."""
 FAR, ROUNDED = 0.5, 5.0
 """How far below the best a chosen token may be, in deviations, and how many times what rounding does to logits: it
 turns codes of activations, and experts where a router is near a tie. Tokens of another model are 2 to 6 below."""
@@ -219,6 +222,8 @@ def gate(llm: LLM, prompt: list[int], expected_TV: torch.Tensor, bound: float) -
     if not off <= bound:
         raise SystemExit(f"wrong logits (relative error {off:.1e}): no timing is worth anything")
     prompts = [prompt[:40], prompt[:97], prompt[:128], prompt[:161], prompt]
+    if llm.engine.scheduler.max_context > LONG + STEPS:
+        prompts.append(random_prompt(LONG, llm.engine.vocab_size, seed=0))
     below = 0.0
     for some, output in zip(
         prompts, llm.generate(prompts, max_tokens=STEPS, ignore_eos=True, temperature=0), strict=True

@@ -169,9 +169,10 @@ def test_the_fidelity_watch_changes_no_answer(scheme: str) -> None:
         )
 
 
-LOGITS_OFF = {"deepseek_v3": (0.7, 0.05), "glm_moe_dsa": (0.85, 0.35)}
+LOGITS_OFF = {"deepseek_v3": (0.7, 0.1), "glm_moe_dsa": (0.85, 0.35)}
 """Small formats, bf16. A random model chooses other tokens and experts where scores are rounded otherwise: on a CPU in
-bfloat16 the references are 0.74 and 0.29 off in the median, of sparse attention.
+bfloat16 the references are 0.74 and 0.29 off in the median, of sparse attention; of MLA in BF16 one prompt of three is
+0.03 off there, 0.045 on an H200, and 0.06 compiled, with or without operators of our own.
 """
 
 

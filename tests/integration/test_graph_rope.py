@@ -81,9 +81,12 @@ def test_inductor_hands_over_what_the_graph_does(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(forward, "inductor_options", lambda _: options)
     own = operators.attention
 
-    def attention(ctx: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Any) -> Tensor:
+    def attention(
+        ctx: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Any, *, logits_only: bool
+    ) -> Tensor:
+        assert logits_only == (layer == len(ctx.plan.owner) - 1)
         calls.append((rope, q.stride(), streams["k"].stride(), streams["v"].stride()))
-        return own(ctx, layer, q, streams, params, out, rope)
+        return own(ctx, layer, q, streams, params, out, rope, logits_only=logits_only)
 
     monkeypatch.setattr(operators, "attention", attention)
     llm, _ = served(save_tiny(tmp_path, "qwen3"), [], kv_format="bf16")
@@ -256,7 +259,7 @@ def operands(
     seen: list[tuple[Tensor, Tensor]] = []
 
     def attention(
-        _: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Rope | None
+        _: Any, layer: int, q: Tensor, streams: Any, params: Any, out: Any, rope: Rope | None, **__: Any
     ) -> Tensor:
         k = streams["k"]
         if rope:
@@ -326,7 +329,7 @@ def with_others(x: Tensor, step: Step, turn: Turn, use: Callable[[Tensor, Tensor
 def test_whole_heads_that_nobody_else_wants(
     use: Callable[[Tensor, Tensor], Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attention(_: Any, layer: int, q: Tensor, streams: Any, *rest: Any) -> Tensor:
+    def attention(_: Any, layer: int, q: Tensor, streams: Any, *rest: Any, **__: Any) -> Tensor:
         return torch.ones(len(q), q.shape[1], q.shape[2])
 
     monkeypatch.setattr(operators, "_context_of", lambda _: SimpleNamespace())

@@ -26,13 +26,13 @@ from nibble.kernels import near
 from nibble.kernels.append.naive import apply_rope_to_keys
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.types import AttentionBatch, AttentionParams, Rope
+from nibble.kernels.types import AttentionBatch, AttentionParams, LogitRows, Rope
 from nibble.model_spec import Phase
 
 
 def attention(
     ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], params: AttentionParams,
-    out_THD: Tensor | None = None, rope: Rope | None = None,
+    out_THD: Tensor | None = None, rope: Rope | None = None, *, logits_only: bool = False,
 ) -> Tensor:  # fmt: skip
     """Store the layer's new streams and attend over all that is stored.
 
@@ -46,6 +46,7 @@ def attention(
         params: what the layer asks for.
         out_THD: where to leave what is returned, if anywhere.
         rope: what is done to queries and keys first, where the model's own code does not.
+        logits_only: whether only rows are read whose logits are computed.
 
     Returns:
         [T, H, Dv], zeros in padding rows.
@@ -62,6 +63,10 @@ def attention(
     view = ctx.pool.view(ctx.plan.owner[layer])
     # Keys may be stored behind a Hadamard rotation, and then the query takes it, too.
     queries = q_THD, view.query(q_THD)
+    if logits_only and meta.logits and params.topk_indices_TK is None and ctx.plan.chunk(layer) is None:
+        if out_THD is None:
+            out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
+        return _attend_for_logits(ctx, layer, meta.logits, queries, streams, params, out_THD.zero_())
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
     if out_THD is None and (len(batches) > 1 or len(q_THD) > count):
         out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
@@ -71,15 +76,37 @@ def attention(
         except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            route = ctx.plan.route(layer, batch.phase)
-            raise BackendError(f"backend {route} failed in {batch.phase}: {reason}") from error
+            raise _failure(ctx, layer, batch, error) from error
     assert out_THD is not None, "a step has a batch"
     if len(q_THD) > count:
         # The model expects a row of output for each row of input.
         out_THD[count:].zero_()
     if ctx.observer is not None:
         ctx.observer.observe(layer, q_THD, streams, params, out_THD)
+    return out_THD
+
+
+def _failure(ctx: StepContext, layer: int, batch: AttentionBatch, error: Exception) -> BackendError:
+    """Return what a kernel's error is raised as."""
+    route, reason = ctx.plan.route(layer, batch.phase), f"{type(error).__name__}: {error}"
+    return BackendError(f"backend {route} failed in {batch.phase}: {reason}")
+
+
+def _attend_for_logits(
+    ctx: StepContext, layer: int, logits: LogitRows, queries: tuple[Tensor, Tensor], streams: Mapping[str, Tensor],
+    params: AttentionParams, out_THD: Tensor,
+) -> Tensor:  # fmt: skip
+    """Leave the output of rows whose logits are computed in `out_THD`, and return that; see _attend()."""
+    if batch := logits.batch:
+        q_SHD, stored_q_SHD = (x.index_select(0, logits.rows_S) for x in queries)
+        of_rows = {name: x.index_select(0, logits.rows_S) for name, x in streams.items()}
+        try:
+            output = _attend(ctx, layer, batch, (q_SHD, stored_q_SHD), of_rows, params, None, None)
+        except (NibbleError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise _failure(ctx, layer, batch, error) from error
+        out_THD.index_copy_(0, logits.rows_S, output)
     return out_THD
 
 

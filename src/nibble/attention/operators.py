@@ -106,7 +106,7 @@ def attention_op(
     """
     return torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
-        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer, [], 0.0, 0.0,
+        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer, [], 0.0, 0.0, False,
     )  # fmt: skip
 
 
@@ -189,13 +189,15 @@ def _context_of(owner: Step) -> StepContext:
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: Tensor, layer: int, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
-    rope: list[Tensor], eps: float, offset: float,
+    rope: list[Tensor], eps: float, offset: float, logits_only: bool,
 ) -> Tensor:  # fmt: skip
     params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
     streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
     owner = _steps[int(step)]
     turned = Rope(rope[0], rope[1], tuple(rope[2:]), eps, offset) if rope else None
-    out = attention(_context_of(owner), layer, q, streams_by_name, params, owner.out, turned)
+    out = attention(
+        _context_of(owner), layer, q, streams_by_name, params, owner.out, turned, logits_only=logits_only
+    )
     return out.contiguous()  # as the fake implementation promises
 
 
@@ -230,8 +232,8 @@ def _implement(name: str, body: Callable[..., Tensor], fake: Callable[..., Tenso
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
 _library.define(
     "attention(Tensor q, Tensor[] streams, str names, int width, Tensor step, int layer, float scale, int? window, "
-    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer, Tensor[] rope, float eps, float offset) "
-    "-> Tensor"
+    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer, Tensor[] rope, float eps, float offset, "
+    "bool logits_only) -> Tensor"
 )
 _implement("attention", _attention, _attention_fake)
 _library.define("select(Tensor q, Tensor key, Tensor weights, Tensor step, int layer, int top_k) -> Tensor")

@@ -19,7 +19,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -49,6 +49,7 @@ from nibble.engine.step_tokens import (
     StateRows,
     VerifyInputs,
     logit_rows,
+    logits_are_few,
     pad_rows,
     padded_logit_rows,
     padded_token_ids,
@@ -64,7 +65,7 @@ from nibble.kernels import cdiv
 from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
 from nibble.kernels.step_inputs import decode_inputs
-from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, LogitRows
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 from nibble.models.parallel_rows import ROWS, Rows, equal_rows
@@ -272,10 +273,11 @@ class ModelRunner:
         rows, ids = self._rows(scheduled), token_ids(scheduled)
         rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
-        packed = PackedInts()
+        positions = [p for item in scheduled for p in range(item.start, item.end)]
+        packed, logits = PackedInts(), None
         inputs = (
             packed.add(pad_rows(ids)),
-            packed.add(pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
+            packed.add(pad_rows(positions)),
             packed.add(pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(pad_rows(rows_of_logits or [0])),
@@ -289,9 +291,13 @@ class ModelRunner:
             PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
+        # With an exact window the newest tokens alone are kept, which the last token of a request sees.
+        rows_before = self.exact and any(item.logprob_rows or item.drafts for item in scheduled)
+        if not (rows_before or self.tier or self.rows) and logits_are_few(len(rows_of_logits), len(ids)):
+            logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
         return StepNumbers(
             packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), min(ids) < 0,
-            0, skipped, state_rows, groups, self._state_copies(scheduled),
+            0, skipped, state_rows, groups, logits, self._state_copies(scheduled),
         )  # fmt: skip
 
     def _idle_numbers(self) -> StepNumbers:
@@ -314,6 +320,9 @@ class ModelRunner:
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
         meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
+        if numbers.logits and not probe:  # which looks at all rows
+            batch = self._batch(sent, numbers.logits, 0) if numbers.num_logits else None
+            meta = replace(meta, logits=LogitRows(logit_rows_S[: numbers.num_logits], batch))
         self._note_rows(sent, numbers, sampled_rows_S)
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
@@ -349,24 +358,26 @@ class ModelRunner:
     ) -> AttentionMetadata:
         """Return where tokens are stored, and an attention batch for each phase."""
         page_size = self.plan.page_size
-        sent_int32, batches, start = sent.int(), [], 0
+        batches, start = [], 0
         for group in groups:
-            width = cdiv(max(group.seq_lens), page_size)
-            # Rows are gathered in full width and cut then, so that their stride is always the same.
-            page_table_BN = self.tables.table_RN.index_select(0, sent[group.rows])[:, :width]
-            stop = start + sum(group.query_lens)
-            batch = AttentionBatch(
-                group.phase, start, stop, group.query_lens, group.seq_lens, page_table_BN,
-                sent_int32[group.cu_seqlens_q], sent_int32[group.seq_lens_at], sent[group.rows],
-                exact_table_BN=self._exact_table(sent[group.rows], width),
-            )  # fmt: skip
-            batches.append(batch)
-            start = stop
+            batches.append(self._batch(sent, group, start))
+            start = batches[-1].stop
         slots_T = token_slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None
         if exact := self.tables.exact:
             exact_slots_T = token_slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
         return self._with_frames(slots_T, batches, exact_slots_T)
+
+    def _batch(self, sent: Tensor, group: PhaseGroup, start: int) -> AttentionBatch:
+        """Return the batch of a group, whose rows begin at `start`."""
+        width, rows_B = cdiv(max(group.seq_lens), self.plan.page_size), sent[group.rows]
+        return AttentionBatch(
+            group.phase, start, start + sum(group.query_lens), group.query_lens, group.seq_lens,
+            # Rows are gathered in full width and cut then, so that their stride is always the same.
+            self.tables.table_RN.index_select(0, rows_B)[:, :width],
+            sent[group.cu_seqlens_q].int(), sent[group.seq_lens_at].int(), rows_B,
+            exact_table_BN=self._exact_table(rows_B, width),
+        )  # fmt: skip
 
     def _exact_table(self, rows_B: Tensor, width: int) -> Tensor | None:
         """Return the exact pages of requests [B, N], with an exact window."""

@@ -154,6 +154,15 @@ class VerifyInputs:
         return cls(rows_B, ends_B, new_B, ids.view(requests, rows), logit_rows_S)
 
 
+LONG_PROMPTS, MOST_LOGITS = 1024, 256
+"""Rows without logits from which on it pays to attend for those with logits apart, and how many these may be."""
+
+
+def logits_are_few(num_logits: int, num_tokens: int) -> bool:
+    """Return whether a step's last layer had better attend for the rows of its logits alone."""
+    return num_tokens - num_logits >= LONG_PROMPTS and num_logits <= MOST_LOGITS
+
+
 class PhaseGroup:
     """What is scheduled of one phase, and where its numbers lie in the packed integers."""
 
@@ -178,6 +187,25 @@ class PhaseGroup:
         group = cls.__new__(cls)
         group.phase, group.query_lens, group.seq_lens = Phase.DECODE, (1,), (1,)
         group.cu_seqlens_q, group.seq_lens_at, group.rows = (packed.add(x) for x in ([0, 1], [1], [row]))
+        return group
+
+    @classmethod
+    def of_tokens(
+        cls, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], packed: PackedInts
+    ) -> PhaseGroup:
+        """Return some tokens of a step as requests that decode.
+
+        Args:
+            tokens: which ones.
+            positions: of all tokens.
+            rows: of all tokens' requests in the page tables.
+            packed: the integers of the step.
+        """
+        group, count = cls.__new__(cls), len(tokens)
+        group.phase, group.query_lens = Phase.DECODE, (1,) * count
+        group.seq_lens = tuple(positions[token] + 1 for token in tokens)
+        group.cu_seqlens_q, group.seq_lens_at = packed.add(range(count + 1)), packed.add(group.seq_lens)
+        group.rows = packed.add(rows[token] for token in tokens)
         return group
 
 

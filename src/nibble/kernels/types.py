@@ -121,6 +121,16 @@ class AttentionBatch:
         return self.page_table_BN.repeat_interleave(counts_B, 0, output_size=total)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRows:
+    """The rows of a step whose logits are computed."""
+
+    rows_S: Tensor
+    """int64."""
+    batch: AttentionBatch | None
+    """Each of them as a request that decodes, None where there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the new tokens of a step are stored, and its requests by phase."""
@@ -135,6 +145,8 @@ class AttentionMetadata:
     """With a host tier: slots of the frames in which those pages lie, for the streams that attention reads."""
     exact_slot_mapping_T: Tensor | None = None
     """With an exact window: slots in exact pages, negative for tokens that are not kept."""
+    logits: LogitRows | None = None
+    """Where a layer that serves logits alone attends for their rows only."""
 
 
 @dataclass(frozen=True, slots=True)

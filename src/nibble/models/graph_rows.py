@@ -2,8 +2,8 @@
 
 Families compute their last layer for all tokens, and pick the rows whose logits are wanted just in front of the output
 layer. What lies between the last attention and there treats each row by itself, so rows are picked behind the attention
-instead: a prompt is spared most of a layer, and gets the same logits. Where hidden states of all tokens are wanted too,
-as by a checkpoint's own head, nothing changes.
+instead: a prompt is spared most of a layer, and gets the same logits. That attention is told that nobody reads other
+rows. Where hidden states of all tokens are wanted too, as by a checkpoint's own head, nothing changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from nibble.attention import operators
 from nibble.kernels import collectives, experts, gated, linear, quantized_linear, router, topk
 from nibble.models.graph_nodes import call
 
 aten = torch.ops.aten
-assert (
-    collectives and experts and gated and linear and quantized_linear and router and topk
-)  # which define the operators
+assert operators and collectives and experts and gated and linear and quantized_linear and router and topk
+# These define the operators.
+_ATTENTION = torch.ops.nibble.attention.default
 _MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Which argument has rows."""
 _LAYERS = frozenset(
@@ -69,8 +70,22 @@ def _pick_early(graph: fx.Graph, index: Any) -> int:
     except Exception as error:  # of all kinds: a graph that is left as it was is right
         log.info("the last layer is computed for all rows (%s: %s)", type(error).__name__, error)
         return 0
+    _attend_for_rows(graph, rows)
     log.info("%d operators behind the last attention compute the rows that are asked for alone", len(nodes))
     return len(nodes)
+
+
+def _attend_for_rows(graph: fx.Graph, rows: fx.Node) -> None:
+    """Tell attention of which only these rows are read."""
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        if node.users and all(
+            user.target is aten.index.Tensor and list(user.args[1]) == [rows] for user in node.users
+        ):
+            with graph.inserting_before(node):
+                # A new node: the old one remembers what it was traced with (graph_rope.py).
+                marked = call(graph, _ATTENTION, *node.args[:-1], True)
+            node.replace_all_uses_with(marked)
+            graph.erase_node(node)
 
 
 def _serving(source: fx.Node, index: fx.Node, tokens: torch.SymInt) -> list[fx.Node]:
