@@ -333,6 +333,23 @@ def test_routers_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         router.main()
 
 
+def test_chains_of_products_try_tiles_that_run_at_once() -> None:
+    import product_chains
+
+    from nibble.kernels.linear import sm90
+
+    for rows in (32, 64, 128):
+        for name in ("qkv", "out", "down"):
+            outputs, inputs = product_chains.WEIGHTS[name]
+            found = product_chains.tiles(outputs, inputs, rows, 132)
+            assert len(found) > 10 and len({*found}) == len(found)
+            assert all(tile.fits(inputs, rows) for tile in found)
+            assert sm90.tile_of(outputs, inputs, rows, 132) in found
+    assert {product_chains.name_of(tile) for tile in product_chains.tiles(28672, 4096, 128, 132)} == {
+        "2x1x3", "4x1x3", "4x1x4",
+    }  # fmt: skip
+
+
 def test_products_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import quantized_linear
     from packed_weights import KINDS

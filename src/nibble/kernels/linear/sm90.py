@@ -100,7 +100,10 @@ FEW_BLOCKS, MANY_BLOCKS = 64, 128
 
 @cache
 def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
-    """Choose a tile: of those of benchmarks/linear.py the fastest on an H200, or nearly.
+    """Choose a tile: the fastest on an H200, or nearly, of those of benchmarks/linear.py.
+
+    Of weights so narrow that blocks of one warpgroup are few enough for a multiprocessor each, those that were fastest
+    in chains of layers: there it counts, too, where the next product's blocks find room, which start early.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
@@ -111,8 +114,11 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     Raises:
         BackendError: No tile fits.
     """
-    columns = cdiv(outputs, 2 * GROUP)
-    if columns > processors:
+    columns, narrow_columns = cdiv(outputs, 2 * GROUP), cdiv(outputs, GROUP)
+    if 2 * narrow_columns <= processors and (inputs > LONG) == (rows > 64):
+        splits = max(n for n in SPLITS if n * narrow_columns <= processors and n <= cdiv(inputs, INPUTS))
+        tile = Tile(1, splits, 7 if inputs > LONG else 6)
+    elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
         tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, 5 if rows <= 32 else 3)
     else:
