@@ -192,9 +192,12 @@ def host_memory(memory: dict[str, int]) -> Iterator[None]:
     before = status()
 
     def watch() -> None:
-        while not over.wait(0.005):
+        while True:
+            is_over = over.wait(0.005)
             for name, size in status().items():
                 memory[name] = max(memory.get(name, 0), size - before[name])
+            if is_over:  # what is read faster than that is looked at once
+                return
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

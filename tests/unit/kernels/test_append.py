@@ -27,6 +27,7 @@ from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.formats import scheme
 from nibble.formats import transforms as transform
 from nibble.kernels.append import Target, naive
+from nibble.kernels.append import triton as append
 from nibble.kernels.append.naive import NaiveAppend as Reference
 from nibble.kernels.append.triton import HeadsAppend
 from nibble.kernels.codecs import ENCODERS
@@ -364,6 +365,20 @@ def test_rotation_of_queries_and_keys(
             (x != y).float().mean().item() for x, y in zip(stored_bytes, expected_bytes, strict=True)
         ]
         assert max(differing) < 0.01
+
+
+def test_a_rehearsal_compiles_for_few_and_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, (q, k) = pool("fp32", "hnd", (128, 128)), (values(i, 7, dim=128) for i in range(2))
+    write, slots, launched = HeadsAppend(_targets(target.view(0))), torch.arange(7), list[int]()
+    monkeypatch.setattr(write, "_launches", lambda *_, num_warps, **__: launched.append(num_warps))
+    few, many = write._warps
+    for is_rehearsal, expected in ((False, [few]), (True, [few, many])):
+        monkeypatch.setattr(append.ahead, "is_rehearsal", lambda: is_rehearsal)  # noqa: B023
+        write.append_with_rope(
+            q, {"k": k, "v": k}, slots, None, rope_of(7, 128, 128, has_norm=False), keeps_keys=False
+        )
+        assert sorted(launched, reverse=True) == expected
+        launched.clear()
 
 
 @pytest.mark.parametrize("pair", ["halves", "neighbours"])

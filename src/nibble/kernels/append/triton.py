@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from nibble.kernels import cdiv, gpu_of, next_power_of_2
+from nibble.kernels import ahead, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.append.naive import Target, append_with_rope
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
@@ -291,17 +291,19 @@ class HeadsAppend:
         k, v = _readable(streams["k"]), _readable(streams["v"])
         assert self._exact or exact_slot_mapping_T is None, "there are exact slots, but no exact pages"
         exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
-        warps = self._warps[tokens > FEW_TOKENS]
+        # A rehearsal runs few tokens behind rotary positions, and prompts have many.
+        sizes = {*self._warps} if ahead.is_rehearsal() else {self._warps[tokens > FEW_TOKENS]}
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *queries.strides
         programs = 2 + cdiv(queries.heads or 0, self._groups * self._rows)
         constants = queries.width, queries.heads, queries.offset
-        self._launches(
-            append_heads_kernel, (tokens, self._groups, programs),
-            (k, v, slot_mapping_T, exact[0], *strides, *queries.pointers, (warps, *constants)),
-            (k, v, slot_mapping_T, *exact, *self._tensors, *queries.pointers, queries.eps, len(slot_mapping_T),
-             *strides, *self._constants, *constants),
-            num_warps=warps, **self._launch,
-        )  # fmt: skip
+        for warps in sizes:
+            self._launches(
+                append_heads_kernel, (tokens, self._groups, programs),
+                (k, v, slot_mapping_T, exact[0], *strides, *queries.pointers, (warps, *constants)),
+                (k, v, slot_mapping_T, *exact, *self._tensors, *queries.pointers, queries.eps, len(slot_mapping_T),
+                 *strides, *self._constants, *constants),
+                num_warps=warps, **self._launch,
+            )  # fmt: skip
 
     @staticmethod
     def serves(targets: Mapping[str, Target]) -> bool:
