@@ -214,8 +214,9 @@ def decode_step(llm: LLM, requests: int, context: int, beside: int = 0) -> Decod
 def gate(llm: LLM, prompt: list[int], expected_TV: torch.Tensor, bound: float) -> tuple[float, float]:
     """Stops where the engine's logits, or its greedy answers, are not the model's. Returns how far both are off.
 
-    Answers are written by decode steps, recorded where the engine records, and judged by logits of whole prompts: how
-    far below the best token the chosen ones are, in standard deviations of the logits.
+    Answers are begun by steps with prompts, a long one among them, and written by decode steps, recorded where the
+    engine records. They are judged by logits of whole prompts: how far below the best token the chosen ones are, in
+    standard deviations of the logits.
     """
     found_TV = llm.logits(prompt).float().cpu()
     off = float((found_TV - expected_TV).norm() / expected_TV.norm())
@@ -234,7 +235,7 @@ def gate(llm: LLM, prompt: list[int], expected_TV: torch.Tensor, bound: float) -
         below = max(below, float((gap / logits_TV.std(-1)).max()))
     if not below <= max(FAR, ROUNDED * off):
         raise SystemExit(
-            f"a decode step chose a token {below:.2f} deviations below the best, with logits off by {off:.1e}: "
+            f"a step chose a token {below:.2f} deviations below the best, with logits off by {off:.1e}: "
             "no timing is worth it"
         )
     return off, below

@@ -3,10 +3,11 @@
     python benchmarks/product_chains.py [--rows 32,64,128] [--layers 8] [--out FOLDER] [--report]
 
 A chain is what a decode step of Llama-3.1-8B multiplies, norms in front, in a CUDA graph; a small kernel stands for
-attention. **Measured**: microseconds a layer, as products are chosen now, and with each way to compute one of the four
-weights, others as they are: tiles (warpgroups x parts of K x stages), the library's, Triton's of few rows. What is
-fastest alone need not be so here (benchmarks/linear.py): where the next kernel's blocks find room counts too. Gains are
-those of single changes, which need not add up; `together` has all that gain. Gate: each way against the library.
+attention. **Measured**: microseconds a layer, with the tiles that sm90.py chooses (for up to 16 rows Triton's kernel),
+whatever trials at load say, and with each way to compute one of the four weights, others as they are: tiles
+(warpgroups x parts of K x stages), the library's, Triton's of few rows. What is fastest alone need not be so here
+(benchmarks/linear.py): where the next kernel's blocks find room counts too. Gains are those of single changes, which
+need not add up; `together` has all that gain. Gate: each way against the library.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Chains:
         self.factors = torch.ones(HIDDEN, device="cuda").bfloat16()
 
     def now(self) -> dict[str, Way]:
-        """How products are computed, but for trials, which take Triton's kernel for few rows."""
+        """What others are compared with."""
         if self.rows <= MMA_ROWS:
             return dict.fromkeys(WEIGHTS, TRITON)
         return {name: sm90.tile_of(*shape, self.rows, self.processors) for name, shape in WEIGHTS.items()}

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from nibble import LLM, SamplingParams
-from nibble.attention import backends
+from nibble.attention import backends, layer
+from nibble.engine import step_tokens
 from nibble.engine.request import Delta, Output
 from nibble.hardware import probe
 from tiny import MLA, SPARSE, save_tiny
@@ -314,3 +315,33 @@ def test_log_probabilities_of_prompts(scheme: str, monkeypatch: pytest.MonkeyPat
             assert float((found - expected.cpu()).abs().mean()) < (0.02 if scheme == "bf16" else 0.1)
         alone = llm.generate(PROMPTS, max_tokens=0, prompt_logprobs=0, progress=False)
         assert all(output.completions[0].finish_reason == "length" for output in alone)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("bf16", {}),
+        ("nvfp4", {"kv_window": 0}),
+        ("nvfp4", {"kv_sinks": 16}),
+        ("fp8_e4m3", {"graphs": False}),
+    ],
+)
+def test_the_last_layer_attends_for_rows_with_logits_alone(
+    scheme: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are those of all rows, whichever kernels attend."""
+    counts, own = list[int](), layer._attend_for_logits
+
+    def attend(ctx: Any, number: int, logits: Any, *others: Any) -> torch.Tensor:
+        counts.append(len(logits.rows_S))
+        return own(ctx, number, logits, *others)
+
+    monkeypatch.setattr(layer, "_attend_for_logits", attend)
+    with engine(scheme, token_budget=256, **options) as llm:
+        expected = greedy(llm)
+        assert not counts
+        monkeypatch.setattr(step_tokens, "LONG_PROMPTS", 8)
+        found = greedy(llm)
+        assert counts and min(counts) < max(counts)
+        bound = TIE if scheme == "bf16" else QUANTISED_TIE
+        assert all(gap < bound for gap in differences(llm, found, expected))

@@ -10,7 +10,8 @@ B requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,22 +62,18 @@ def attention(
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(ctx.plan.owner[layer])
-    # Keys may be stored behind a Hadamard rotation, and then the query takes it, too.
-    queries = q_THD, view.query(q_THD)
     if logits_only and meta.logits and params.topk_indices_TK is None and ctx.plan.chunk(layer) is None:
         if out_THD is None:
             out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
-        return _attend_for_logits(ctx, layer, meta.logits, queries, streams, params, out_THD.zero_())
+        return _attend_for_logits(ctx, layer, meta.logits, q_THD, params, out_THD.zero_())
+    # Keys may be stored behind a Hadamard rotation, and then the query takes it, too.
+    queries = q_THD, view.query(q_THD)
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
     if out_THD is None and (len(batches) > 1 or len(q_THD) > count):
         out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
     for batch, topk_slots_TK in zip(batches, lookup_topk_slots(ctx, layer, params), strict=True):
-        try:
+        with _explained(ctx, layer, batch):
             out_THD = _attend(ctx, layer, batch, queries, streams, params, topk_slots_TK, out_THD)
-        except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
-            raise
-        except Exception as error:
-            raise _failure(ctx, layer, batch, error) from error
     assert out_THD is not None, "a step has a batch"
     if len(q_THD) > count:
         # The model expects a row of output for each row of input.
@@ -86,26 +83,28 @@ def attention(
     return out_THD
 
 
-def _failure(ctx: StepContext, layer: int, batch: AttentionBatch, error: Exception) -> BackendError:
-    """Return what a kernel's error is raised as."""
-    route, reason = ctx.plan.route(layer, batch.phase), f"{type(error).__name__}: {error}"
-    return BackendError(f"backend {route} failed in {batch.phase}: {reason}")
+@contextmanager
+def _explained(ctx: StepContext, layer: int, batch: AttentionBatch) -> Iterator[None]:
+    """Say of a kernel's error which backend failed."""
+    try:
+        yield
+    except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
+        raise
+    except Exception as error:
+        route, reason = ctx.plan.route(layer, batch.phase), f"{type(error).__name__}: {error}"
+        raise BackendError(f"backend {route} failed in {batch.phase}: {reason}") from error
 
 
 def _attend_for_logits(
-    ctx: StepContext, layer: int, logits: LogitRows, queries: tuple[Tensor, Tensor], streams: Mapping[str, Tensor],
-    params: AttentionParams, out_THD: Tensor,
-) -> Tensor:  # fmt: skip
-    """Leave the output of rows whose logits are computed in `out_THD`, and return that; see _attend()."""
+    ctx: StepContext, layer: int, logits: LogitRows, q_THD: Tensor, params: AttentionParams, out_THD: Tensor
+) -> Tensor:
+    """Leave the output of rows whose logits are computed in `out_THD`, and return that."""
     if batch := logits.batch:
-        q_SHD, stored_q_SHD = (x.index_select(0, logits.rows_S) for x in queries)
-        of_rows = {name: x.index_select(0, logits.rows_S) for name, x in streams.items()}
-        try:
-            output = _attend(ctx, layer, batch, (q_SHD, stored_q_SHD), of_rows, params, None, None)
-        except (NibbleError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise _failure(ctx, layer, batch, error) from error
+        q_SHD = q_THD.index_select(0, logits.rows_S)
+        queries = q_SHD, ctx.pool.view(ctx.plan.owner[layer]).query(q_SHD)
+        with _explained(ctx, layer, batch):
+            # What a request that decodes sees is stored, its new token too.
+            output = _attend(ctx, layer, batch, queries, {}, params, None, None)
         out_THD.index_copy_(0, logits.rows_S, output)
     return out_THD
 
@@ -141,7 +140,7 @@ def _attend(
         ctx: the step.
         layer: the layer's index.
         batch: the requests.
-        queries: of the whole step, as they are and for keys as they are stored.
+        queries: of all rows that batches count, as they are and for keys as they are stored.
         streams: the new tokens' values by stream.
         params: what the layer asks for.
         topk_slots_TK: where the tokens that this batch has chosen lie in the pool.

@@ -291,9 +291,7 @@ class ModelRunner:
             PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
-        # With an exact window the newest tokens alone are kept, which the last token of a request sees.
-        rows_before = self.exact and any(item.logprob_rows or item.drafts for item in scheduled)
-        if not (rows_before or self.tier or self.rows) and logits_are_few(len(rows_of_logits), len(ids)):
+        if not (every or self.tier or self.rows) and logits_are_few(scheduled):
             logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
         return StepNumbers(
             packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), min(ids) < 0,

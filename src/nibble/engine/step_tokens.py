@@ -154,13 +154,19 @@ class VerifyInputs:
         return cls(rows_B, ends_B, new_B, ids.view(requests, rows), logit_rows_S)
 
 
-LONG_PROMPTS, MOST_LOGITS = 1024, 256
-"""Rows without logits from which on it pays to attend for those with logits apart, and how many these may be."""
+LONG_PROMPTS = 1024
+"""Rows without logits from which on it pays to attend for those with logits apart."""
 
 
-def logits_are_few(num_logits: int, num_tokens: int) -> bool:
-    """Return whether a step's last layer had better attend for the rows of its logits alone."""
-    return num_tokens - num_logits >= LONG_PROMPTS and num_logits <= MOST_LOGITS
+def logits_are_few(scheduled: Sequence[ScheduledRequest]) -> bool:
+    """Return whether a step's last layer had better attend for the rows of its logits alone.
+
+    Of each request these are its last row, if any: several would read its tokens again and again, and exact pages hold
+    what the last one sees.
+    """
+    if any(item.logprob_rows or item.drafts for item in scheduled):
+        return False
+    return sum(item.num_tokens - item.samples_token for item in scheduled) >= LONG_PROMPTS
 
 
 class PhaseGroup:

@@ -128,7 +128,7 @@ class LogitRows:
     rows_S: Tensor
     """int64."""
     batch: AttentionBatch | None
-    """Each of them as a request that decodes, None where there are none."""
+    """Each of them as a request that decodes, counted from the first of them; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)

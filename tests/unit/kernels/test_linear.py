@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from nibble.kernels import GPU
 from nibble.kernels import linear as op
+from nibble.kernels.linear import sm90
 from nibble.kernels.linear import triton as twin
 from nibble.models.linear import LargeLinear
 
@@ -32,6 +34,19 @@ def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
     found = twin.linear(x[None], weight, b)
     assert found.shape == (1, rows, n) and found.dtype == x.dtype
     assert (found[0].double() - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_tiles_of_hopper_fit() -> None:
+    """Whatever the weight, the rows and the GPU are; and blocks of a narrow weight are about one a multiprocessor."""
+    sizes = (8, 64, 256, 512, 1024, 2048, 2560, 4096, 6144, 8192, 14336, 28672)
+    for processors, outputs, inputs, rows in product(
+        (114, 132, 144), sizes, sizes, (1, 17, 32, 33, 64, 65, 128)
+    ):
+        tile = sm90.tile_of(outputs, inputs, rows, processors)  # or it raises
+        if tile.groups == 1:
+            assert 0.9 * processors <= outputs / 64 * tile.splits <= processors
+    assert sm90.tile_of(4096, 4096, 64, 132) == sm90.Tile(1, 2, 6)
+    assert sm90.tile_of(4096, 14336, 64, 132) == sm90.Tile(2, 4, 4)
 
 
 def test_tiles_are_whole_and_there_are_enough_of_them() -> None:

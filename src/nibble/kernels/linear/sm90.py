@@ -93,7 +93,9 @@ def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
 
 
 LONG = 8192
-"""Inputs from which on more blocks read the weight together."""
+"""Inputs that are few at most; of more, more blocks read the weight together."""
+FULL = 0.9
+"""Blocks for each multiprocessor from which on all are about busy."""
 FEW_BLOCKS, MANY_BLOCKS = 64, 128
 """Blocks that read at the speed of memory, and those that do so for long."""
 
@@ -102,8 +104,9 @@ FEW_BLOCKS, MANY_BLOCKS = 64, 128
 def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     """Choose a tile: the fastest on an H200, or nearly, of those of benchmarks/linear.py.
 
-    Of weights so narrow that blocks of one warpgroup are few enough for a multiprocessor each, those that were fastest
-    in chains of layers: there it counts, too, where the next product's blocks find room, which start early.
+    Where blocks of one warpgroup are about as many as multiprocessors, and K is cut, it is the one that was fastest in
+    chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): there it counts, too, where the next
+    product's blocks find room, which start early. For few inputs that was so up to 64 rows, for many from there on.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
@@ -115,8 +118,11 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         BackendError: No tile fits.
     """
     columns, narrow_columns = cdiv(outputs, 2 * GROUP), cdiv(outputs, GROUP)
-    if 2 * narrow_columns <= processors and (inputs > LONG) == (rows > 64):
-        splits = max(n for n in SPLITS if n * narrow_columns <= processors and n <= cdiv(inputs, INPUTS))
+    splits = max(
+        (n for n in SPLITS if n * narrow_columns <= processors and n <= cdiv(inputs, INPUTS)), default=1
+    )
+    is_full = splits > 1 and splits * narrow_columns >= FULL * processors
+    if is_full and (inputs > LONG) == (rows > 64):
         tile = Tile(1, splits, 7 if inputs > LONG else 6)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
