@@ -6,34 +6,32 @@ A chain is what a decode step of Llama-3.1-8B multiplies, norms in front, in a C
 attention. **Measured**: microseconds a layer, with the tiles that sm90.py chooses (for up to 16 rows Triton's kernel),
 whatever trials at load say, and with each way to compute one of the four weights, others as they are: tiles
 (warpgroups x parts of K x stages), the library's, Triton's of few rows. What is fastest alone need not be so here
-(benchmarks/linear.py): where the next kernel's blocks find room counts too. Gains are those of single changes, which
-need not add up; `together` has all that gain. Gate: each way against the library.
+(benchmarks/linear.py). Gains are those of single changes, which need not add up; `together` has all that gain. Gate:
+each way against the library.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-import torch.nn.functional as F
+from linear import SHAPES, library
 from report import markdown
 from torch import Tensor
 
 import gpu
 from nibble.errors import BackendError
 from nibble.kernels import MMA_ROWS, ahead, gpu_of
-from nibble.kernels.gated.triton import gate
 from nibble.kernels.linear import MAX_ERROR, TRITON_ROWS, sm90
 from nibble.kernels.linear import triton as by_triton
 from nibble.kernels.linear.sm90 import Tile
 from nibble.kernels.norm import triton as norm
 
-WEIGHTS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+WEIGHTS = {name: SHAPES[name] for name in ("qkv", "o", "gated", "down")}
 """N and K, in the order in which a layer multiplies."""
-GATED = "gate_up"
 LIBRARY, TRITON = "library", "triton"
 HIDDEN, EPS = 4096, 1e-5
 STAGES = range(3, 9)
@@ -65,8 +63,7 @@ def name_of(way: Way) -> str:
 
 def multiply(x: Tensor, weight: Tensor, way: Way, *, gated: bool) -> Tensor:
     if way == LIBRARY:
-        y = F.linear(x, weight)
-        return gate(y) if gated else y
+        return library(x, weight, gated=gated)
     if isinstance(way, str):
         return by_triton.linear(x, weight, None, gated=gated)
     return sm90.linear(x, weight, gated=gated, tile=way)
@@ -103,7 +100,7 @@ class Chains:
     def check(self, name: str, way: Way) -> None:
         """Stop where a way computes something else than the library."""
         x, weight = self.inputs(name), self.layers[0][name]
-        y, expected = (multiply(x, weight, one, gated=name == GATED).float() for one in (way, LIBRARY))
+        y, expected = (multiply(x, weight, one, gated=name == "gated").float() for one in (way, LIBRARY))
         if not (y - expected).norm() <= MAX_ERROR * expected.norm():
             raise SystemExit(f"{name}, {self.rows} rows, {name_of(way)}: wrong")
 
@@ -111,15 +108,15 @@ class Chains:
         x, residual = (torch.randn(self.rows, HIDDEN, device="cuda").bfloat16() for _ in range(2))
 
         def product(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
-            return multiply(x, layer[name], ways[name], gated=name == GATED)
+            return multiply(x, layer[name], ways[name], gated=name == "gated")
 
         def step() -> Tensor:
             y, total = x, residual
             for layer in self.layers:
                 total, normed = norm.add_norm(y, total, self.factors, EPS)
-                y = product(product(normed, layer, "qkv")[:, :HIDDEN].mul(1.0), layer, "out")
+                y = product(product(normed, layer, "qkv")[:, :HIDDEN].mul(1.0), layer, "o")
                 total, normed = norm.add_norm(y, total, self.factors, EPS)
-                y = product(product(normed, layer, "gate_up"), layer, "down")
+                y = product(product(normed, layer, "gated"), layer, "down")
             return y
 
         step()
@@ -150,10 +147,10 @@ def compile_ahead(chains: Chains) -> None:
         for name in WEIGHTS:
             for way in chains.ways(name):
                 with suppress(BackendError):
-                    multiply(chains.inputs(name), chains.layers[0][name], way, gated=name == GATED)
+                    multiply(chains.inputs(name), chains.layers[0][name], way, gated=name == "gated")
 
 
-def measure(chains: Chains, say: Callable[[str], None]) -> list[tuple[object, ...]]:
+def measure(chains: Chains) -> list[tuple[object, ...]]:
     compile_ahead(chains)
     now = chains.now()
     changes = [(name, way) for name in WEIGHTS for way in chains.ways(name) if way != now[name]]
@@ -169,11 +166,11 @@ def measure(chains: Chains, say: Callable[[str], None]) -> list[tuple[object, ..
         if found[0][0] < base - GAIN_US:
             together[name] = found[0][2]
         best = "; ".join(f"{label} {base - us:+.1f}" for us, label, _ in found[:SHOWN])
-        say(f"{chains.rows} rows, {base:.1f} us a layer; {name}, {name_of(now[name])} now: {best}")
+        print(f"{chains.rows} rows, {base:.1f} us; {name}, {name_of(now[name])} now: {best}", flush=True)
         rows.append((chains.rows, f"{base:.1f}", name, name_of(now[name]), best))
     before, after = chains.times_us([chains.graph(now), chains.graph(together)])
     ways = ", ".join(map(name_of, together.values()))
-    say(f"{chains.rows} rows together ({ways}): {after:.1f} in place of {before:.1f}")
+    print(f"{chains.rows} rows together ({ways}): {after:.1f} in place of {before:.1f} us", flush=True)
     return [*rows, (chains.rows, f"{after:.1f}", "together", ways, f"{before - after:+.1f}")]
 
 
@@ -184,9 +181,7 @@ def main() -> None:
     gpu.add_output_options(parser)
     options = parser.parse_args()
     table = [
-        row
-        for rows in map(int, options.rows.split(","))
-        for row in measure(Chains(rows, options.layers), lambda line: print(line, flush=True))
+        row for rows in map(int, options.rows.split(",")) for row in measure(Chains(rows, options.layers))
     ]
     head = ("rows", "us a layer", "weight", "now", "us that others gain")
     gpu.publish("product_chains", options, str(__doc__), [markdown(head, table)], gpu.versions(), cells=table)

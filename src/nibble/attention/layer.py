@@ -62,10 +62,10 @@ def attention(
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(ctx.plan.owner[layer])
-    if logits_only and meta.logits and params.topk_indices_TK is None and ctx.plan.chunk(layer) is None:
+    if logits_only and meta.logit_rows and params.topk_indices_TK is None and ctx.plan.chunk(layer) is None:
         if out_THD is None:
             out_THD = q_THD.new_empty(*q_THD.shape[:2], view.output_dim)
-        return _attend_for_logits(ctx, layer, meta.logits, q_THD, params, out_THD.zero_())
+        return _attend_for_logits(ctx, layer, meta.logit_rows, q_THD, params, out_THD.zero_())
     # Keys may be stored behind a Hadamard rotation, and then the query takes it, too.
     queries = q_THD, view.query(q_THD)
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
@@ -96,16 +96,16 @@ def _explained(ctx: StepContext, layer: int, batch: AttentionBatch) -> Iterator[
 
 
 def _attend_for_logits(
-    ctx: StepContext, layer: int, logits: LogitRows, q_THD: Tensor, params: AttentionParams, out_THD: Tensor
+    ctx: StepContext, layer: int, rows: LogitRows, q_THD: Tensor, params: AttentionParams, out_THD: Tensor
 ) -> Tensor:
     """Leave the output of rows whose logits are computed in `out_THD`, and return that."""
-    if batch := logits.batch:
-        q_SHD = q_THD.index_select(0, logits.rows_S)
+    if batch := rows.batch:
+        q_SHD = q_THD.index_select(0, rows.rows_S)
         queries = q_SHD, ctx.pool.view(ctx.plan.owner[layer]).query(q_SHD)
         with _explained(ctx, layer, batch):
             # What a request that decodes sees is stored, its new token too.
             output = _attend(ctx, layer, batch, queries, {}, params, None, None)
-        out_THD.index_copy_(0, logits.rows_S, output)
+        out_THD.index_copy_(0, rows.rows_S, output)
     return out_THD
 
 

@@ -48,8 +48,8 @@ from nibble.engine.step_tokens import (
     PhaseGroup,
     StateRows,
     VerifyInputs,
+    attends_for_logits_only,
     logit_rows,
-    logits_are_few,
     pad_rows,
     padded_logit_rows,
     padded_token_ids,
@@ -274,7 +274,7 @@ class ModelRunner:
         rows_of_logits = list(range(len(ids))) if every else logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         positions = [p for item in scheduled for p in range(item.start, item.end)]
-        packed, logits = PackedInts(), None
+        packed, group_of_logits = PackedInts(), None
         inputs = (
             packed.add(pad_rows(ids)),
             packed.add(pad_rows(positions)),
@@ -291,11 +291,11 @@ class ModelRunner:
             PhaseGroup(tuple(pairs), packed)
             for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
         ]
-        if not (every or self.tier or self.rows) and logits_are_few(scheduled):
-            logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
+        if not (every or self.tier or self.rows) and attends_for_logits_only(scheduled):
+            group_of_logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
         return StepNumbers(
             packed, inputs, len(ids), len(rows_of_logits), self._pack_updates(packed, scheduled), min(ids) < 0,
-            0, skipped, state_rows, groups, logits, self._state_copies(scheduled),
+            0, skipped, state_rows, groups, group_of_logits, self._state_copies(scheduled),
         )  # fmt: skip
 
     def _idle_numbers(self) -> StepNumbers:
@@ -317,10 +317,9 @@ class ModelRunner:
             token_ids_T = self.tables.resolve_ids(token_ids_T, rows_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count, state_rows = numbers.num_tokens, numbers.state_rows
-        meta = self._metadata(sent, numbers.groups, rows_T[:count], positions_T[:count], *numbers.skipped)
-        if numbers.logits and not probe:  # which looks at all rows
-            batch = self._batch(sent, numbers.logits, 0) if numbers.num_logits else None
-            meta = replace(meta, logits=LogitRows(logit_rows_S[: numbers.num_logits], batch))
+        # A probe looks at all rows.
+        rows_S = None if probe else logit_rows_S[: numbers.num_logits]
+        meta = self._metadata(sent, numbers, rows_T[:count], positions_T[:count], rows_S)
         self._note_rows(sent, numbers, sampled_rows_S)
         state_batch = state_rows.metadata(sent, self.states.invariant) if state_rows and self.states else None
         context = self._context(meta, probe, state_batch)
@@ -346,34 +345,32 @@ class ModelRunner:
         self._sampled_at_S, self._batch_rows_S = part(numbers.sampled_at), part(numbers.batch_rows)
 
     def _metadata(
-        self,
-        sent: Tensor,
-        groups: Sequence[PhaseGroup],
-        rows_T: Tensor,
-        positions_T: Tensor,
-        skipped: slice,
-        exact_skipped: slice,
-    ) -> AttentionMetadata:
-        """Return where tokens are stored, and an attention batch for each phase."""
-        page_size = self.plan.page_size
-        batches, start = [], 0
-        for group in groups:
-            batches.append(self._batch(sent, group, start))
+        self, sent: Tensor, numbers: StepNumbers, rows_T: Tensor, positions_T: Tensor, logit_rows_S: Tensor | None
+    ) -> AttentionMetadata:  # fmt: skip
+        """Return where tokens are stored, an attention batch for each phase, and one of rows with logits, if given."""
+        page_size, (skipped, exact_skipped) = self.plan.page_size, numbers.skipped
+        sent_int32, batches, start = sent.int(), [], 0
+        for group in numbers.groups:
+            batches.append(self._batch(sent, sent_int32, group, start))
             start = batches[-1].stop
+        logit_rows = None
+        if numbers.logit_rows and logit_rows_S is not None:
+            batch = self._batch(sent, sent_int32, numbers.logit_rows, 0) if len(logit_rows_S) else None
+            logit_rows = LogitRows(logit_rows_S, batch)
         slots_T = token_slots(self.tables.table_RN, rows_T, positions_T, page_size, sent[skipped])
         exact_slots_T = None
         if exact := self.tables.exact:
             exact_slots_T = token_slots(exact.table_RN, rows_T, positions_T, page_size, sent[exact_skipped])
-        return self._with_frames(slots_T, batches, exact_slots_T)
+        return replace(self._with_frames(slots_T, batches, exact_slots_T), logit_rows=logit_rows)
 
-    def _batch(self, sent: Tensor, group: PhaseGroup, start: int) -> AttentionBatch:
+    def _batch(self, sent: Tensor, sent_int32: Tensor, group: PhaseGroup, start: int) -> AttentionBatch:
         """Return the batch of a group, whose rows begin at `start`."""
         width, rows_B = cdiv(max(group.seq_lens), self.plan.page_size), sent[group.rows]
         return AttentionBatch(
             group.phase, start, start + sum(group.query_lens), group.query_lens, group.seq_lens,
             # Rows are gathered in full width and cut then, so that their stride is always the same.
             self.tables.table_RN.index_select(0, rows_B)[:, :width],
-            sent[group.cu_seqlens_q].int(), sent[group.seq_lens_at].int(), rows_B,
+            sent_int32[group.cu_seqlens_q], sent_int32[group.seq_lens_at], rows_B,
             exact_table_BN=self._exact_table(rows_B, width),
         )  # fmt: skip
 

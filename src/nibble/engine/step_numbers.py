@@ -36,7 +36,7 @@ class StepNumbers:
     """Tokens that are not written to pages, and those that are not kept in exact pages."""
     state_rows: StateRows | None = None
     groups: Sequence[PhaseGroup] = ()
-    logits: PhaseGroup | None = None
+    logit_rows: PhaseGroup | None = None
     """Rows of logits as requests that decode, where a layer may attend for them alone."""
     state_copies: Sequence[tuple[int, int]] = ()
     """Slots of recurrent states that are copied before the step."""

@@ -155,10 +155,10 @@ class VerifyInputs:
 
 
 LONG_PROMPTS = 1024
-"""Rows without logits from which on it pays to attend for those with logits apart."""
+"""Rows without logits from which on it pays to attend for the others alone."""
 
 
-def logits_are_few(scheduled: Sequence[ScheduledRequest]) -> bool:
+def attends_for_logits_only(scheduled: Sequence[ScheduledRequest]) -> bool:
     """Return whether a step's last layer had better attend for the rows of its logits alone.
 
     Of each request these are its last row, if any: several would read its tokens again and again, and exact pages hold

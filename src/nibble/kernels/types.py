@@ -145,7 +145,7 @@ class AttentionMetadata:
     """With a host tier: slots of the frames in which those pages lie, for the streams that attention reads."""
     exact_slot_mapping_T: Tensor | None = None
     """With an exact window: slots in exact pages, negative for tokens that are not kept."""
-    logits: LogitRows | None = None
+    logit_rows: LogitRows | None = None
     """Where a layer that serves logits alone attends for their rows only."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,18 @@ def call(graph: fx.Graph, target: Any, *arguments: Any, options: Mapping[str, An
     with tensors[0].fake_mode:
         node.meta["val"] = target(*values, **options)
     return node
+
+
+def replace_arguments(graph: fx.Graph, node: Node, arguments: Sequence[Any]) -> None:
+    """Put a call of the same operator with other arguments in the place of a node, which returns the same.
+
+    A new node: the old one remembers which arguments, with which strides, it was traced with.
+    """
+    with graph.inserting_before(node):
+        other = graph.call_function(node.target, tuple(arguments))
+    other.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
 
 
 def erase(graph: fx.Graph, node: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from nibble.attention.operators import SEPARATOR
-from nibble.models.graph_nodes import PRODUCTS, Node, both, call, erase, is_call, sizes
+from nibble.models.graph_nodes import PRODUCTS, Node, both, call, erase, is_call, replace_arguments, sizes
 from nibble.models.graph_norms import Norm, matched_norm, unrounded
 
 aten = torch.ops.aten
@@ -88,11 +88,7 @@ def _join(graph: fx.Graph, node: Node, q: _Heads, k: _Heads, tables: Sequence[No
         arguments[_ROPE] = [*tables, *(heads.norm.weight for heads in (q, k) if heads.norm)]
         if q.norm:
             arguments[_EPS], arguments[_OFFSET] = q.norm.eps, q.norm.offset
-        # A new node: the old one remembers which arguments, with which strides, it was traced with.
-        joined = graph.call_function(_ATTENTION, tuple(arguments))
-    joined.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(joined)
-    graph.erase_node(node)
+    replace_arguments(graph, node, arguments)
     for unused in (queries, keys):
         erase(graph, unused)
 

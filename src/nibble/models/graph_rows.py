@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from nibble.attention import operators
 from nibble.kernels import collectives, experts, gated, linear, quantized_linear, router, topk
-from nibble.models.graph_nodes import call
+from nibble.models.graph_nodes import call, replace_arguments
 
 aten = torch.ops.aten
 assert operators and collectives and experts and gated and linear and quantized_linear and router and topk
@@ -81,11 +81,7 @@ def _attend_for_rows(graph: fx.Graph, rows: fx.Node) -> None:
         if node.users and all(
             user.target is aten.index.Tensor and list(user.args[1]) == [rows] for user in node.users
         ):
-            with graph.inserting_before(node):
-                # A new node: the old one remembers what it was traced with (graph_rope.py).
-                marked = call(graph, _ATTENTION, *node.args[:-1], True)
-            node.replace_all_uses_with(marked)
-            graph.erase_node(node)
+            replace_arguments(graph, node, (*node.args[:-1], True))
 
 
 def _serving(source: fx.Node, index: fx.Node, tokens: torch.SymInt) -> list[fx.Node]:

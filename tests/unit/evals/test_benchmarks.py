@@ -339,7 +339,7 @@ def test_chains_of_products_try_tiles_that_run_at_once() -> None:
     from nibble.kernels.linear import sm90
 
     for rows in (32, 64, 128):
-        for name in ("qkv", "out", "down"):
+        for name in ("qkv", "o", "down"):
             outputs, inputs = product_chains.WEIGHTS[name]
             found = product_chains.tiles(outputs, inputs, rows, 132)
             assert len(found) > 10 and len({*found}) == len(found)

@@ -105,8 +105,8 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     """Choose a tile: the fastest on an H200, or nearly, of those of benchmarks/linear.py.
 
     Where blocks of one warpgroup are about as many as multiprocessors, and K is cut, it is the one that was fastest in
-    chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): there it counts, too, where the next
-    product's blocks find room, which start early. For few inputs that was so up to 64 rows, for many from there on.
+    chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): for few inputs up to 64 rows, for many
+    from there on.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
