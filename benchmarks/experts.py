@@ -1,7 +1,7 @@
 """What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--formats bf16,fp8,mxfp4] [--tokens 1,8,64]
-        [--peer] [--variants] [--kernels]
+        [--peer] [--variants] [--kernels] [--first 32,8,3,3,5,0]
 
 Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, one behind the other,
 so that none is in the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, as they are
@@ -249,7 +249,10 @@ def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> list[str]:
 FIRST_TILES = {
     tokens: [Tile(*sizes) for sizes in tiles]
     for tokens, tiles in {
-        1: [(32, 8, 3, 6), (32, 8, 3, 4), (32, 8, 3, 3), (32, 8, 3, 2), (32, 8, 4, 5), (32, 8, 5, 3), (64, 8, 2, 6)],
+        1: [(32, 8, 3, 6), (32, 8, 3, 6, 0, 1), (32, 8, 3, 6, 0, 2), (32, 8, 3, 6, 0, 4), (32, 8, 3, 3),
+            (32, 8, 3, 3, 2), (32, 8, 3, 3, 3), (32, 8, 3, 3, 4), (32, 8, 3, 3, 5), (32, 8, 3, 3, 6), (32, 8, 3, 3, 7),
+            (32, 8, 3, 3, 0, 1), (32, 8, 3, 4), (32, 8, 3, 4, 3), (32, 8, 3, 4, 5), (32, 8, 3, 4, 0, 1),
+            (32, 8, 3, 4, 3, 1), (32, 8, 3, 5, 0, 1), (32, 8, 3, 2), (32, 8, 4, 3), (64, 8, 2, 6)],
         8: [(32, 8, 5, 2), (32, 8, 5, 3), (32, 8, 4, 4), (32, 8, 3, 6), (64, 8, 3, 2), (64, 8, 3, 3), (64, 8, 2, 5)],
         64: [(32, 16, 5, 2), (32, 16, 5, 3), (32, 16, 4, 4), (32, 8, 5, 3), (64, 16, 3, 2), (64, 16, 3, 3),
              (64, 16, 2, 4), (64, 8, 3, 3), (64, 8, 4, 2)],
@@ -264,12 +267,16 @@ SECOND_TILES = FIRST_TILES | {
 
 SEPARATE = "sums by a launch of their own"
 APART = "a router of its own"
+NO_PREFERENCE = "logits without a preference for shared memory"
 
 
 @contextmanager
-def tiled(first: Tile | None, second: Tile | None, *, combines: bool) -> Iterator[None]:
+def tiled(
+    first: Tile | None, second: Tile | None, *, combines: bool, prefers_shared: bool = True
+) -> Iterator[None]:
     """Let products have other tiles, or a token's rows be summed up by a launch of its own, in the body."""
-    own, own_combines = cuda.tile_of, cuda.combines
+    own, own_combines, own_prefers = cuda.tile_of, cuda.combines, router.cuda.PREFERS_SHARED
+    router.cuda.PREFERS_SHARED = prefers_shared
 
     def tile_of(*arguments: Any, is_second: bool) -> Tile:
         return (second if is_second else first) or own(*arguments, is_second=is_second)
@@ -280,7 +287,7 @@ def tiled(first: Tile | None, second: Tile | None, *, combines: bool) -> Iterato
     try:
         yield
     finally:
-        cuda.tile_of, cuda.combines = own, own_combines
+        cuda.tile_of, cuda.combines, router.cuda.PREFERS_SHARED = own, own_combines, own_prefers
 
 
 def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
@@ -289,12 +296,13 @@ def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
     found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
     found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
     if few == 1:
-        found |= dict.fromkeys((APART, SEPARATE), (None, None))
+        found |= dict.fromkeys((APART, SEPARATE, NO_PREFERENCE), (None, None))
     return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
 
 
 def _brief(tile: Tile) -> str:
-    return f"{tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages"
+    further = f", start {tile.start}, fetch {tile.fetch}" if tile.start or tile.fetch else ""
+    return f"{tile.rows} x {tile.columns}, {tile.blocks} blocks, {tile.stages} stages{further}"
 
 
 def compile_variants(block: nn.Module, tokens: int) -> None:
@@ -337,7 +345,7 @@ def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
     compile_variants(made[0], tokens)
     results = []
     for name, tiles in variants_of(tokens).items():
-        with tiled(*tiles, combines=name != SEPARATE):
+        with tiled(*tiles, combines=name != SEPARATE, prefers_shared=name != NO_PREFERENCE):
             try:
                 graph, last, y = recorded(made, x, None if name in (APART, SEPARATE) else routed)
             except (BackendError, RuntimeError) as error:
@@ -350,7 +358,10 @@ def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
             results.append((us, name, off, y.clone(), timeline(graph, len(made)) if tokens < 64 else []))
     chosen = results[0]
     for us, name, off, _, _ in sorted(results, key=lambda r: r[0]):
-        print(f"  {us:8.1f} us  {us / need:5.2f}  {off:.1e}  {name}", flush=True)
+        print(
+            f"  {us:8.2f} us  {us / need:5.2f}  {off:.1e}  {name}{'' if off <= WORST else ' WRONG'}",
+            flush=True,
+        )
     for result in (chosen, min(results, key=lambda r: r[0])):
         print(f"  {result[1]}:", *result[4], sep="\n    ", flush=True)
 
@@ -371,12 +382,14 @@ def main() -> None:
     )
     parser.add_argument("--variants", action="store_true", help="time other tiles, too, and not compiled")
     parser.add_argument("--kernels", action="store_true", help="list kernels, and when they begin and end")
+    parser.add_argument("--first", help="sizes of another tile of the first product, as Tile has them")
     gpu.add_output_options(parser)
     options = parser.parse_args()
+    first = Tile(*map(int, options.first.split(","))) if options.first else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     copy = gpu.copy_tbps() if device == "cuda" else 0.01
     rows = []
-    with torch.inference_mode():
+    with torch.inference_mode(), tiled(first, None, combines=True):
         for name, format in itertools.product(options.models.split(","), options.formats.split(",")):
             made = blocks(name, format, device)
             hidden = SHAPES[name][1]["hidden_size"]

@@ -125,18 +125,22 @@ def _store(path: Path, code: bytes) -> None:
 class Kernel:
     """A kernel of a cubin, loaded on the current device; code that is still compiled, at its first launch."""
 
-    def __init__(self, code: bytes | Future[bytes], name: str, shared: int) -> None:
+    def __init__(
+        self, code: bytes | Future[bytes], name: str, shared: int, *, prefers_shared: bool = False
+    ) -> None:
         """Load the kernel.
 
         Args:
             code: The machine code, from code_of().
             name: The kernel's symbol.
             shared: The most bytes of dynamic shared memory that a launch will request.
+            prefers_shared: Whether multiprocessors that run the kernel have all the shared memory that they can, even
+                if it needs less: one cannot take blocks that need more until those that run on it end.
 
         Raises:
             BackendError: The driver refuses the code, or that much shared memory.
         """
-        self._code, self._name, self._shared = code, name, shared
+        self._code, self._name, self._shared, self._prefers_shared = code, name, shared, prefers_shared
         self._function: Any = None
         if isinstance(code, bytes):
             self._load(code)
@@ -149,6 +153,9 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         what = f"{self._shared} bytes of shared memory"
         check(driver.cuFuncSetAttribute(function, attribute, self._shared), what)
+        if self._prefers_shared:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(function, attribute, 100), "a preference for shared memory")
         self._function = function
 
     def launch(

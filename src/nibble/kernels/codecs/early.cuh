@@ -37,9 +37,9 @@ DEVICE bool has_empty(u32 pair) { return pair >= EMPTY << 16 || (pair & EMPTY) =
 
 DEVICE bool has_empty(const uint4& x) { return has_empty(x.x) || has_empty(x.y) || has_empty(x.z) || has_empty(x.w); }
 
-// Read what load(i) gives until all of it is there.
-template <int COUNT, typename T, typename Load>
-DEVICE void load_early(T (&x)[COUNT], Load load) {
+// Read what load(i) gives until all of it is there; once(): what there is to do first, if it is not there at once.
+template <int COUNT, typename T, typename Load, typename Once>
+DEVICE void load_early(T (&x)[COUNT], Load load, Once once) {
   for (int turn = 0;; turn++) {
     bool is_there = true;
 #pragma unroll
@@ -47,6 +47,10 @@ DEVICE void load_early(T (&x)[COUNT], Load load) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) is_there &= !has_empty(x[i]);
     if (is_there || turn > PATIENCE) return;
+    if (turn == 0) once();
     if (turn == PATIENCE) wait_for_kernel();
   }
 }
+
+template <int COUNT, typename T, typename Load>
+DEVICE void load_early(T (&x)[COUNT], Load load) { load_early(x, load, [] {}); }

@@ -13,6 +13,10 @@
 //   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
 //            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
 //   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
+//   START    with ROUTED: the step of a warp's first tile at which the next kernel may start
+//   FETCH    with ROUTED: 0, or how many steps before its end a block brings its part of the next kernel's matrices
+//            (next_codes, next_scales; bytes of an expert) to the L2 cache, so that memory is not idle between both
+//   RESIDENT blocks that registers leave room for, of this kernel and the one beside it
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -42,14 +46,18 @@ constexpr int NUMBERS = OUTPUTS / ROWS;                             // tiles of 
 constexpr u32 SCALE_GROUP = OUTPUTS * SCALE_BYTES / OWN;            // bytes of the scales of a group
 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
-constexpr int VECTORS = OWN + (IS_PLAIN ? 0 : (GROUPS * SCALE_BYTES + 15) / 16), STAGE_BYTES = VECTORS * 512;
+constexpr int ALL_SCALES = IS_PLAIN ? 0 : GROUPS * SCALE_BYTES;
+constexpr int SCALE_ROOM = ALL_SCALES == 4 || ALL_SCALES == 8 ? ALL_SCALES : (ALL_SCALES + 15) / 16 * 16;
+constexpr int STAGE_BYTES = OWN * 512 + SCALE_ROOM * 32;
 constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr bool AT_ONCE = COMBINE && (STEPS + WARPS - 1) / WARPS <= STAGES;  // a block copies its only tile as a whole
 constexpr int AHEAD = AT_ONCE ? STAGES : STAGES - 1;                        // steps that are on their way
 constexpr int SUM_FLOATS = ROWS + 4;  // of a token and warp, so that banks differ
-constexpr int HALF = WARPS / 2;       // so many warps have sums in shared memory at a time
-constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;  // of a tile
+constexpr int HALF = WARPS / 2;
+constexpr int SUM_WARPS = ONE ? WARPS : HALF, SUM_COLUMNS = ONE ? 1 : COLUMNS;  // whose sums are there at a time
+constexpr int RESULTS = GATE ? ROWS / 2 : ROWS;                                 // of a tile
 static_assert(!EARLY || ONE, "its row is read at a time");
+static_assert(!ONE || COLUMNS == 8, "its sums are those of the first column");
 static_assert(!ROUTED || RESULTS <= THREADS - 32, "all but the first warp clear them");
 
 // Some choices of an expert.
@@ -104,31 +112,47 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
   return total;
 }
 
-// Choose the experts of a single token, by its logits. all: room for them.
-DEVICE int choose_out(const u16* logits, u32* all, int choices, int is_normalized, int has_shared, Share* shares, int* list,
-                      long long* chosen, u16* weights) {
-  constexpr int MOST = ROUTED + 1, VALUES = (ROUTED + 31) / 32 + !ROUTED;  // of logits, and of a lane's
+// What a lane of a block's first warp has of a single token's logits.
+struct Keys {
+  static constexpr int VALUES = (ROUTED + 31) / 32 + !ROUTED;
+  u32 keys[VALUES], mine;
+  u32 shared;  // the logit behind all others, in all lanes
+};
+
+// Choose the experts of a single token, by its logits.
+DEVICE int choose_out(const u16* logits, int choices, int has_shared, Share* shares, int* list, Keys& own) {
   if (threadIdx.x < 32) {
     const int s = threadIdx.x;
-    u32 own[MOST / 32 + 1];
-    load_early(own, [&](int i) { return s + 32 * i < ROUTED + has_shared ? read_16(logits + s + 32 * i) : 0; });
-#pragma unroll
-    for (int i = 0; i < MOST / 32 + 1; i++) {
-      if (s + 32 * i < MOST) all[s + 32 * i] = own[i];
-    }
-    __syncwarp();
-    auto logit_of = [&](int e) { return all[e]; };
-    const Choice choice = choose_all<VALUES>(logit_of, ROUTED, choices - has_shared, is_normalized, has_shared);
-    if (s < choices) {
-      shares[s] = {choice.expert, s, 1}, list[s] = s;
-      if (blockIdx.x == 0) {
-        chosen[s] = choice.expert, weights[s] = u16(pack_bf16(choice.weight, 0));
-        publish();
-      }
-    }
+    u32 all[ROUTED / 32 + 1];
+    load_early(all, [&](int i) { return s + 32 * i < ROUTED + has_shared ? read_16(logits + s + 32 * i) : 0; });
+    make_keys(own.keys, [&](int e) { return all[e / 32]; }, ROUTED);
+    own.mine = largest_keys(own.keys, choices - has_shared);
+    own.shared = __shfl_sync(ALL_LANES, all[ROUTED / 32], ROUTED % 32);
+    if (s < choices) shares[s] = {s < choices - has_shared ? expert_of(own.mine) : ROUTED, s, 1}, list[s] = s;
   }
   __syncthreads();
   return choices;
+}
+
+// Write down what the first warp of a kernel chose.
+DEVICE void write_choices(const Keys& own, int choices, int is_normalized, int has_shared, long long* chosen,
+                          u16* weights) {
+  const int s = threadIdx.x, top_k = choices - has_shared;
+  const float weight = weight_of(own.mine, own.keys, top_k, is_normalized);
+  if (s >= choices) return;
+  chosen[s] = s < top_k ? expert_of(own.mine) : ROUTED;
+  weights[s] = u16(pack_bf16(s < top_k ? weight : shared_weight(own.shared), 0));
+  publish();
+}
+
+// Bring a part of an expert's bytes to the L2 cache.
+DEVICE void fetch_part(const u8* all, u32 bytes, int expert, int part, int parts) {
+#if __CUDA_ARCH__ >= 900
+  const u32 units = bytes / 16, from = (u64)units * part / parts, to = (u64)units * (part + 1) / parts;
+  if (from == to) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;"
+               :: "l"(all + (u64)expert * bytes + (u64)from * 16), "r"((to - from) * 16) : "memory");
+#endif
 }
 
 // The same where experts are given.
@@ -147,17 +171,18 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 #define CLUSTERED
 #endif
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
     few(const u16* x, long long* chosen, void* weights, const u8* codes, const u8* scales,
-        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
+        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits,
+        const u8* next_codes, const u8* next_scales, u32 next_code_bytes, u32 next_scale_bytes, int choices, int top_k,
         int experts, int copies, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
         int is_normalized, int has_shared, float limit, float factor) {
   __shared__ float biases[ROWS];
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float* const sums = (float*)(smem + WARPS * STAGES * STAGE_BYTES);
-  float* const parts = sums + HALF * COLUMNS * SUM_FLOATS;  // of a cluster's blocks
-  u16* const x_one = (u16*)(parts + COMBINE * ROWS);        // the row of x
+  float* const parts = sums + SUM_WARPS * SUM_COLUMNS * SUM_FLOATS;  // of a cluster's blocks
+  u16* const x_one = (u16*)(parts + COMBINE * ROWS);                 // the row of x
   Share* const shares = (Share*)(x_one + (ONE ? INPUTS : 0));
   int* const list = (int*)(shares + choices);
 #if COMBINE
@@ -176,12 +201,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
+  Keys keys;
   const int share_count =
-      ROUTED ? choose_out(logits, (u32*)smem, choices, is_normalized, has_shared, shares, list, chosen, (u16*)weights)
+      ROUTED ? choose_out(logits, choices, has_shared, shares, list, keys)
       : ONE || choices == top_k ? share_out_one(chosen, choices, experts, shares, list)
                          : share_out(chosen, choices, experts, shares, list, list + choices);
   const int stop = share_count * NUMBERS, begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES) + lane * 16;
+  const int to_scales = OWN * 512 + lane * (SCALE_ROOM - 16);  // from a lane's codes
 
   // Tiles of a share follow one another, but those of a cluster are of different shares.
   auto share_of = [&](int tile) { return shares[COMBINE ? tile % (COMBINE ? COMBINE : 1) : tile / NUMBERS]; };
@@ -218,7 +245,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
 #pragma unroll
     for (int i = 0; i < (IS_PLAIN ? 0 : GROUPS); i++) {
       const u8* from = at.scales + u32(piece * PIECE / GROUP_OR_ROW) * SCALE_GROUP + i * SCALE_GROUP;
-      copy_async<SCALE_BYTES>(stage + OWN * 512 + i * SCALE_BYTES, from, is_there);
+      copy_async<SCALE_BYTES>(stage + to_scales + i * SCALE_BYTES, from, is_there);
     }
   };
   const bool works = begin < end;
@@ -247,7 +274,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       if (first + i * 256 >= behind) return make_uint4(0, 0, 0, 0);
       return EARLY || ROUTED ? read_128(from) : *(const uint4*)from;
     };
-    if (EARLY) load_early(own, load);
+    // Whoever comes long before its inputs awaits its codes first, and reads no faster than they come.
+    if (EARLY) load_early(own, load, [] { asm volatile("cp.async.wait_all;" ::: "memory"); });
 #pragma unroll
     for (int i = 0; i < MOST; i++) {
       if (!EARLY) own[i] = load(i);
@@ -259,10 +287,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     __syncwarp();
   }
   // Its codes are on their way; what writes logits has little left to do.
-  if (ROUTED) wait_for_inputs();
+  if (ROUTED) {
+    if (blockIdx.x == 0 && warp == 0) {
+      write_choices(keys, choices, is_normalized, has_shared, chosen, (u16*)weights);
+    }
+    __syncwarp();
+    wait_for_kernel();
+    // The warp that wrote choices down, as one thread of a block is enough.
+    if (START == 0 && warp == 0) start_next();
+  }
   // The next kernel waits for this one, and this one, at its end, for that whose values it has read.
   if (EARLY) start_next();
 
+  auto fetch_next = [&] {
+    for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
+      const int expert = share_of(tile).expert, part = number_of(tile) * WARPS + warp;
+      fetch_part(next_codes, next_code_bytes, expert, part, NUMBERS * WARPS);
+      fetch_part(next_scales, next_scale_bytes, expert, part, NUMBERS * WARPS);
+    }
+  };
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
     const Share share = share_of(tile);
@@ -300,6 +343,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
         copy(ahead_at, stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES), advance(ahead_at);
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
+      if (ROUTED && START && warp == 0 && step == min(begin + START, end - 1)) start_next();
+      if (FETCH && lane == 0 && step == max(end - FETCH, begin) && tile + (int)gridDim.x >= stop) fetch_next();
       u32 x_now[TILES][PIECE / 2];
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
@@ -312,7 +357,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       if (step + 1 < end) load_x(step + 1);
       const u8* const stage = stages + place * STAGE_BYTES;
       u32 scale[4];
-      if (!IS_PLAIN) *(uint4*)scale = *(const uint4*)(stage + OWN * 512);
+      if (SCALE_ROOM == 4) scale[0] = *(const u32*)(stage + to_scales);
+      if (SCALE_ROOM == 8) *(uint2*)scale = *(const uint2*)(stage + to_scales);
+      if (SCALE_ROOM == 16) *(uint4*)scale = *(const uint4*)(stage + to_scales);
 #pragma unroll
       for (int m = 0; m < OWN / 2; m++) {
         const uint4 low = *(const uint4*)(stage + 2 * m * 512), high = *(const uint4*)(stage + (2 * m + 1) * 512);
@@ -350,21 +397,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
       }
     }
 
-    // --- add up: warps of the second half leave their sums to those of the first
+    // --- add up: of several tokens warps of the second half leave their sums to those of the first
 #pragma unroll
-    for (int half = 1; half >= 0; half--) {
-      __syncthreads();  // the sums before have been read
-      if (warp / HALF != half) continue;
+    for (int half = ONE ? 0 : 1; half >= 0; half--) {
+      if (!COMBINE) __syncthreads();  // the sums before have been read
+      if (!ONE && warp / HALF != half) continue;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         if (8 * t >= share.count) break;
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float* const to = sums + (warp % HALF * COLUMNS + 8 * t + 2 * c + e) * SUM_FLOATS + OWN * g;
+        for (int e = 0; e < (ONE ? 1 : 2); e++) {
+          if (ONE && c) break;
+          float* const to = sums + (warp % SUM_WARPS * SUM_COLUMNS + 8 * t + 2 * c + e) * SUM_FLOATS + OWN * g;
 #pragma unroll
           for (int m = 0; m < OWN / 2; m += 2) {
             float4 sum = make_float4(acc[m][t][e], acc[m][t][e + 2], acc[m + 1][t][e], acc[m + 1][t][e + 2]);
-            if (half == 0) {
+            if (!ONE && half == 0) {
               const float4 other = *(const float4*)(to + 2 * m);
               sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
             }
@@ -380,7 +428,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
     auto value = [&](int token, int at) {
       float sum = 0;
 #pragma unroll
-      for (int w = 0; w < HALF; w++) sum += sums[(w * COLUMNS + token) * SUM_FLOATS + at];
+      for (int w = 0; w < HALF; w++) {
+        const float* const from = sums + (w * SUM_COLUMNS + token) * SUM_FLOATS + at;
+        sum += ONE ? from[0] + from[HALF * SUM_FLOATS] : from[0];
+      }
       const u64 row = (u64)share.expert * OUTPUTS + output_of(number_of(tile), at);
       if (!OF_CODES && !IS_PLAIN && GROUP == 0) sum *= from_bf16(((const u16*)scales)[row]);
       sum *= UNDO;
