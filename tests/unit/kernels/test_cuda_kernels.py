@@ -221,31 +221,6 @@ def test_products_of_a_token_that_choose_compile(format: WeightFormat) -> None:
             assert blocks >= 3
 
 
-@pytest.mark.parametrize(
-    ("format", "hidden", "inner", "top_k", "count", "gate"),
-    [
-        (WeightFormat("e4m3", 128), 2048, 768, 8, 128, SILU),
-        (WeightFormat("e2m1", 32, "e8m0"), 2880, 2880, 4, 32, CLAMPED),
-    ],
-)
-def test_both_products_of_a_token_have_room_beside_one_another(
-    format: WeightFormat, hidden: int, inner: int, top_k: int, count: int, gate: str
-) -> None:
-    empty = torch.empty(count, hidden, inner // parts_of(format), dtype=torch.int16, device="meta")
-    second = experts.tile_of(PackedExperts(format, empty, empty, torch.bfloat16), 1, top_k, is_second=True)
-    first = experts.Tile(32, 8, 3, 3, start=5, fetch=1)
-    uses = (
-        experts.Use(format, (2 * inner, hidden), first, gate, is_one=True, routed=count),
-        experts.Use(format, (hidden, inner), second, is_one=True, combine=top_k, is_early=True),
-    )
-    for use in uses:
-        assert compiling.cubin(experts.SOURCE, 90, experts.macros(use)).startswith(compiling.ELF)
-        assert experts.macros(use)["RESIDENT"] == experts.PAIR_BLOCKS
-    mine, others = (experts.shared_bytes(use, top_k, count) + 256 + experts.RESERVED for use in uses)
-    waves = -(-top_k * (hidden // 32) // 132)  # blocks of the second product, of a processor
-    assert 3 * mine + waves * others <= 228 << 10
-
-
 @pytest.mark.parametrize("inputs", [2048, 2880, 72, 7168])
 def test_logits_of_a_token_compile(inputs: int) -> None:
     vectors = router.vectors_of(inputs)

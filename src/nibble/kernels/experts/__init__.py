@@ -241,7 +241,7 @@ def _routed_layer(
         experts = torch.empty(shape, dtype=torch.int64, device=x.device)
         # Each launch is just behind the one whose values it reads.
         routing = cuda.Routing(router.cuda.logits_of_token(x, weight, bias), *choice[1:], weights)
-        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing, following=second)
+        y_SN = cuda.few_product(x, experts, first, up_bias, gate=gate, routing=routing)
         return cuda.few_product(
             y_SN, experts, second, down_bias, weights_TK=weights, is_routed=True, copies=copies
         )

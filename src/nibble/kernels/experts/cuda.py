@@ -36,9 +36,6 @@ ROWS, BLOCKS = (32, 64), (5, 3)
 """Outputs that a block multiplies at a time, and blocks of a processor."""
 MOST_STAGES = 6, 4
 """Steps that are copied at a time for a single token, at most, by the first product and the second."""
-PAIR_BLOCKS, PAIR_STAGES = 6, 4
-"""Blocks of a single token's products for which registers have room: three of each, beside one another, where the first
-copies so many steps at a time at most, so that shared memory has room for them too."""
 RESERVED = 1 << 10
 """Bytes of shared memory that a block takes beside what it asks for, at most."""
 LANES = 4
@@ -123,8 +120,6 @@ class Tile:
     """Steps that are copied at a time."""
     start: int = 0
     """Of a product that chooses experts: the step of a warp at which the next product may start."""
-    fetch: int = 0
-    """Of the same: how many steps before its end matrices of the next product are brought to the L2 cache; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +169,9 @@ def tile_of(matrices: PackedExperts, tokens: int, choices: int, *, is_second: bo
         steps, is_only = cdiv(cdiv(inputs * bits, LANES * 128), WARPS), is_second and choices <= MOST_COMBINED
         most = MOST_STAGES[is_second]
         stages = max(steps, 2) if is_only and steps <= most else min(steps + 1, most)
-        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, stages)
+        # Where codes take longer to unpack than to read, blocks of the next product would take time from this one's.
+        start = 0 if is_second or bits > 4 else steps - 1
+        return Tile(ROWS[0], COLUMNS[0], 4 if is_second else 3, stages, start)
     is_wide = bits == 4 and outputs % ROWS[-1] == 0
     return Tile(ROWS[is_wide], columns_of(tokens, choices, experts), BLOCKS[is_wide])
 
@@ -210,7 +207,8 @@ def shared_bytes(use: Use, choices: int, experts: int) -> int:
     """Return a block's dynamic shared memory: stages, sums, numbers of choices and experts."""
     tile, own, piece = use.tile, use.tile.rows // 8, 128 // use.format.bits
     scales = (use.format != PLAIN) * own * (cdiv(piece, use.format.group) if use.format.scales else 2)
-    stages = tile.stages * WARPS * 32 * (16 * own + (scales if scales in (4, 8) else 16 * cdiv(scales, 16)))
+    room = scales if use.is_one and scales in {4, 8} else 16 * cdiv(scales, 16)
+    stages = tile.stages * WARPS * 32 * (16 * own + room)
     summed = WARPS if use.is_one else WARPS // 2 * tile.columns
     sums = 4 * (summed * (tile.rows + 4) + use.combine * tile.rows)
     numbers = 16 * choices if use.is_one else 20 * choices + 4 * experts
@@ -230,15 +228,8 @@ def macros(use: Use) -> dict[str, int]:
         "OUTPUTS": use.shape[0], "INPUTS": use.shape[1], "COLUMNS": tile.columns,
         "ROWS": tile.rows, "WARPS": WARPS, "STAGES": tile.stages, "GATE": GATES[use.gate], "ONE": int(use.is_one),
         "COMBINE": use.combine, "ROUTED": use.routed, "EARLY": int(use.is_early),
-        "START": tile.start, "FETCH": tile.fetch, "RESIDENT": _resident(use),
+        "START": tile.start,
     }  # fmt: skip
-
-
-def _resident(use: Use) -> int:
-    """Return for how many blocks registers have room: of one token also for those of the next product."""
-    if use.tile.rows == ROWS[0] and (use.is_early or (use.routed and use.tile.stages <= PAIR_STAGES)):
-        return PAIR_BLOCKS
-    return 3 if use.tile.columns == COLUMNS[0] or use.tile.stages <= 3 else 2
 
 
 @cache
@@ -248,23 +239,10 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
     return Kernel(code_of(SOURCE, arch, dict(settings)), SOURCE.stem, shared, prefers_shared=True)
 
 
-def _fetched(following: PackedExperts | None, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
-    """Return codes and scales of the next product that are brought to the L2 cache, in whole pieces of 16 bytes."""
-    if following is None or not tile.fetch:
-        return None, None
-    tensors = following.codes, None if following.format == PLAIN else following.scale
-    codes, scale = (
-        tensor if tensor is not None and tensor.nbytes // len(tensor) % 16 == 0 else None
-        for tensor in tensors
-    )
-    return codes, scale
-
-
 def few_product(
     x: Tensor, experts_TK: Tensor, matrices: PackedExperts, bias_EN: Tensor | None, *,
     places_S: Tensor | None = None, gate: Gate | None = None, weights_TK: Tensor | None = None,
     tile: Tile | None = None, routing: Routing | None = None, is_routed: bool = False, copies: int = 1,
-    following: PackedExperts | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
 
@@ -281,7 +259,6 @@ def few_product(
         routing: Where the kernel chooses experts_TK by itself, in the first product of a token.
         is_routed: Whether the launch in front was such a product, which gave x; with weights_TK.
         copies: Rows of the result, all alike; with weights_TK.
-        following: What the next product multiplies with, of the same experts; with routing.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -306,11 +283,10 @@ def few_product(
     kernel = _kernel(gpu.arch, x.device.index or 0, gpu.memory - RESERVED, tuple(macros(use).items()))
     logits, weights = (routing.logits_1E, routing.weights_1K) if routing else (None, weights_TK)
     tensors = (x, experts_TK.contiguous(), weights, matrices.codes, matrices.scale, matrices.global_scale, bias_EN,
-               out_SN, places_S, logits, *_fetched(following, tile))  # fmt: skip
+               out_SN, places_S, logits)  # fmt: skip
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     is_float32 = weights_TK is not None and weights_TK.dtype == torch.float32
-    fetched = (0 if tensor is None else tensor.nbytes // experts for tensor in tensors[-2:])
-    sizes = (*fetched, choices, top_k, experts, copies, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
+    sizes = (choices, top_k, experts, copies, x.stride(0), 0 if bias_EN is None else bias_EN.stride(0),
              int(is_each), int(is_early), int(is_float32), int(routing is not None and routing.is_normalized),
              int(routing is not None and routing.has_shared))  # fmt: skip
     values = (

@@ -14,9 +14,6 @@
 //            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
 //   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
 //   START    with ROUTED: the step of a warp's first tile at which the next kernel may start
-//   FETCH    with ROUTED: 0, or how many steps before its end a block brings its part of the next kernel's matrices
-//            (next_codes, next_scales; bytes of an expert) to the L2 cache, so that memory is not idle between both
-//   RESIDENT blocks that registers leave room for, of this kernel and the one beside it
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -47,7 +44,7 @@ constexpr u32 SCALE_GROUP = OUTPUTS * SCALE_BYTES / OWN;            // bytes of 
 
 // Of a lane, in shared memory, for each step: codes of its outputs, and scales.
 constexpr int ALL_SCALES = IS_PLAIN ? 0 : GROUPS * SCALE_BYTES;
-constexpr int SCALE_ROOM = ALL_SCALES == 4 || ALL_SCALES == 8 ? ALL_SCALES : (ALL_SCALES + 15) / 16 * 16;
+constexpr int SCALE_ROOM = ONE && (ALL_SCALES == 4 || ALL_SCALES == 8) ? ALL_SCALES : (ALL_SCALES + 15) / 16 * 16;
 constexpr int STAGE_BYTES = OWN * 512 + SCALE_ROOM * 32;
 constexpr int VECTORS_OF_X = PIECE / 8;
 constexpr bool AT_ONCE = COMBINE && (STEPS + WARPS - 1) / WARPS <= STAGES;  // a block copies its only tile as a whole
@@ -145,16 +142,6 @@ DEVICE void write_choices(const Keys& own, int choices, int is_normalized, int h
   publish();
 }
 
-// Bring a part of an expert's bytes to the L2 cache.
-DEVICE void fetch_part(const u8* all, u32 bytes, int expert, int part, int parts) {
-#if __CUDA_ARCH__ >= 900
-  const u32 units = bytes / 16, from = (u64)units * part / parts, to = (u64)units * (part + 1) / parts;
-  if (from == to) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;"
-               :: "l"(all + (u64)expert * bytes + (u64)from * 16), "r"((to - from) * 16) : "memory");
-#endif
-}
-
 // The same where experts are given.
 DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
   for (int s = threadIdx.x; s < choices; s += THREADS) {
@@ -171,10 +158,9 @@ DEVICE int share_out_one(const long long* chosen, int choices, int experts, Shar
 #define CLUSTERED
 #endif
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || STAGES <= 3 ? 12 / WARPS : 8 / WARPS)
     few(const u16* x, long long* chosen, void* weights, const u8* codes, const u8* scales,
-        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits,
-        const u8* next_codes, const u8* next_scales, u32 next_code_bytes, u32 next_scale_bytes, int choices, int top_k,
+        const float* global_scale, const u16* bias, u16* out, long long* places, const u16* logits, int choices, int top_k,
         int experts, int copies, int x_stride, int bias_stride, int is_each, int is_early, int is_float,
         int is_normalized, int has_shared, float limit, float factor) {
   __shared__ float biases[ROWS];
@@ -299,13 +285,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
   // The next kernel waits for this one, and this one, at its end, for that whose values it has read.
   if (EARLY) start_next();
 
-  auto fetch_next = [&] {
-    for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
-      const int expert = share_of(tile).expert, part = number_of(tile) * WARPS + warp;
-      fetch_part(next_codes, next_code_bytes, expert, part, NUMBERS * WARPS);
-      fetch_part(next_scales, next_scale_bytes, expert, part, NUMBERS * WARPS);
-    }
-  };
   int place = 0;
   for (int tile = blockIdx.x; tile < stop; tile += gridDim.x) {
     const Share share = share_of(tile);
@@ -344,7 +323,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
       if (ROUTED && START && warp == 0 && step == min(begin + START, end - 1)) start_next();
-      if (FETCH && lane == 0 && step == max(end - FETCH, begin) && tile + (int)gridDim.x >= stop) fetch_next();
       u32 x_now[TILES][PIECE / 2];
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
