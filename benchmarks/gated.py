@@ -35,8 +35,8 @@ SHAPES = {
 """N, K."""
 TOKENS = "512,1024,2048,4096,8192,16384"
 CHECKED = (1, 129, 300, 1000, 8191)
-VARIANTS = ((8, cuda.STAGGER), (16, cuda.STAGGER), (8, 0))
-"""Rows of tiles of a band, and stages ahead."""
+BANDS = 8, 4, 16
+"""Rows of tiles of a band."""
 ROUNDS, LOOP_MS, FEWEST = 3, 150.0, 5
 MAX_ERROR, MAX_SINGLE = 1e-2, 0.1
 """Norm over norm; and of one value, over its size and that of a usual one."""
@@ -44,18 +44,17 @@ MAX_ERROR, MAX_SINGLE = 1e-2, 0.1
 compiled = torch.compile(naive.gate)
 
 
-def check(weight: Tensor, rows: int, band: int, stagger: int) -> float:
+def check(weight: Tensor, rows: int, band: int) -> float:
     """The error of the kernel, norm over norm."""
     x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
-    out = cuda.gated_linear(x, weight, band=band, stagger=stagger).float()
+    out = cuda.gated_linear(x, weight, band=band).float()
     expected = naive.gate((x.float() @ weight.float().T).bfloat16()).float()
     differences, usual = (out - expected).abs(), expected.square().mean().sqrt()
     error = float(differences.norm() / expected.norm())
     single = float((differences / (expected.abs() + usual)).max())
     if not (error <= MAX_ERROR and single <= MAX_SINGLE):
         raise SystemExit(
-            f"{tuple(weight.shape)}, {rows} rows, band {band}, stagger {stagger}: off by {error:.1e}, "
-            f"one value by {single:.1e}"
+            f"{tuple(weight.shape)}, {rows} rows, band {band}: off by {error:.1e}, one value by {single:.1e}"
         )
     return error
 
@@ -80,8 +79,8 @@ def times_ms(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(times[name] for times in found) for name in calls}
 
 
-def own(x: Tensor, weight: Tensor, band: int, stagger: int) -> Callable[[], Tensor]:
-    return lambda: cuda.gated_linear(x, weight, band=band, stagger=stagger)
+def own(x: Tensor, weight: Tensor, band: int) -> Callable[[], Tensor]:
+    return lambda: cuda.gated_linear(x, weight, band=band)
 
 
 def measure(weight: Tensor, tokens: int) -> dict[str, float]:
@@ -93,8 +92,8 @@ def measure(weight: Tensor, tokens: int) -> dict[str, float]:
         "product": lambda: F.linear(x, weight),
         "both": lambda: compiled(F.linear(x, weight)),
     }
-    for band, stagger in VARIANTS:
-        calls[f"band {band}, ahead {stagger}"] = own(x, weight, band, stagger)
+    for band in BANDS:
+        calls[f"band {band}"] = own(x, weight, band)
     return times_ms(calls)
 
 
@@ -109,7 +108,7 @@ def main() -> None:
         outputs, inputs = SHAPES[name]
         torch._dynamo.reset()  # or the second shape makes sizes of rows vary
         weight = torch.randn(2 * outputs, inputs, device="cuda").mul_(0.02).bfloat16()
-        error = max(check(weight, count, *variant) for variant in VARIANTS for count in CHECKED)
+        error = max(check(weight, count, band) for band in BANDS for count in CHECKED)
         print(f"{name}: error {error:.1e}", flush=True)
         for tokens in map(int, options.tokens.split(",")):
             found = measure(weight, tokens)

@@ -43,10 +43,9 @@ def check(actual: Tensor, x: Tensor, weight: Tensor, *, rounds_silu: bool = Fals
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 300, 1000])
-@pytest.mark.parametrize("stagger", [0, cuda.STAGGER])
-def test_edges(shape: tuple[int, int], rows: int, stagger: int) -> None:
+def test_edges(shape: tuple[int, int], rows: int) -> None:
     x, weight = operands(rows, *shape)
-    check(cuda.gated_linear(x, weight, stagger=stagger), x, weight)
+    check(cuda.gated_linear(x, weight), x, weight)
 
 
 @pytest.mark.parametrize("rows", [4096, 8191])
@@ -124,7 +123,7 @@ def test_all_clusters_fit() -> None:
     attribute.value.clusterDim.x = cuda.BLOCKS
     attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
     config.attrs, config.numAttrs = [attribute], 1
-    function = cuda._kernel(DEVICE, cuda.STAGGER, cuda.ROUNDS_SILU)._function
+    function = cuda._kernel(DEVICE, cuda.ROUNDS_SILU)._function
     status, clusters = driver.cuOccupancyMaxActiveClusters(function, config)
     assert status == driver.CUresult.CUDA_SUCCESS
     assert clusters == gpu_of(DEVICE).processors // cuda.BLOCKS

@@ -16,6 +16,8 @@ _TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 """Of CUtensorMapSwizzle and CUtensorMapL2promotion."""
 _ALIGNMENT, _SIZE = 64, 128
+_SWIZZLED = 128
+"""Bytes of the rows of boxes that are swizzled."""
 ALIGNED = 8
 """Values of 16 bytes, of which the tensor copy engine wants whole ones."""
 _MOST_MAPS = 4096
@@ -42,7 +44,7 @@ class TensorMap:
         status = _encode()(
             self._address, _TYPES[dtype], rank, address, uint64(*reversed(shape)),
             uint64(*(step * size for step in reversed(strides[:-1]))), uint32(*reversed(box)), uint32(*[1] * rank), 0,
-            _SWIZZLE_128B, _PROMOTE_256B, 0,
+            _SWIZZLE_128B if box[-1] * size == _SWIZZLED else 0, _PROMOTE_256B, 0,
         )  # fmt: skip
         if status:
             name = driver.CUresult(status).name
@@ -56,13 +58,13 @@ class TensorMap:
 
 
 def tensor_map(x: Tensor, box: tuple[int, ...]) -> TensorMap:
-    """Return how boxes of a tensor are copied, with 16-byte pieces swizzled within 128 bytes.
+    """Return how boxes of a tensor are copied; where their rows are 128 bytes, with 16-byte pieces swizzled within 8 rows.
 
     Args:
         x: A tensor of 16-bit floats on a GPU, whose last dimension is dense; other strides and its address are
             multiples of 16 bytes.
-        box: The size of a box in each dimension; the innermost is 128 bytes. What lies outside of the tensor is copied
-            as zeros.
+        box: The size of a box in each dimension; the innermost is a multiple of 16 bytes. What lies outside of the
+            tensor is copied as zeros.
 
     Raises:
         BackendError: The driver refuses it.

@@ -20,6 +20,10 @@ struct Place {
   DEVICE void advance() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+  DEVICE void skip(int count) {
+    stage += count % STAGES, parity ^= count / STAGES & 1;
+    if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+  }
 };
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {

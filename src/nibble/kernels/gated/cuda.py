@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from nibble.kernels.nvrtc import Kernel
 
 SOURCE = Path(__file__).with_name("gated_sm90.cu")
-BLOCKS, ROWS, OUTPUTS, INPUTS = 2, 128, 128, 64
+BLOCKS, ROWS, OUTPUTS, INPUTS = 2, 128, 88, 64
 """Blocks of a cluster, rows and outputs of a block's tile, inputs of a stage."""
-THREADS, WARP_ROWS, COLUMN = 384, 16, 64
-"""Threads of a block, rows of a warp, values of 16 bits in a row of a box."""
-STAGES, ALIGNMENT = 4, 1024
-SHARED = 2 * (STAGES * (ROWS + 2 * OUTPUTS) * INPUTS + ROWS * OUTPUTS) + ALIGNMENT
+THREADS, WARPS, WARP_ROWS, COLUMN = 384, 8, 16, 64
+"""Threads of a block, warps that multiply, rows that a warp stores at a time, values of 16 bits in a row of a stage."""
+STAGES, ALIGNMENT = 5, 1024
+SHARED = 2 * (STAGES * (ROWS + 2 * OUTPUTS) * INPUTS + WARPS * WARP_ROWS * OUTPUTS) + ALIGNMENT
 """Bytes of shared memory of a block: stages, outputs, and room to align them."""
 ALIGNED = 8
 """Values of 16 bytes, of which the tensor copy engine wants whole ones."""
 BAND = 8
 """Rows of tiles, each of 256 rows, whose columns are taken together at most."""
-STAGGER = 3
-"""Stages that one half of a block is ahead of the other; fewer than STAGES."""
 ROUNDS_SILU = False
 """Inductor computes silu and the product behind it in float32, and rounds once (emulate_precision_casts is off)."""
 
@@ -51,14 +49,7 @@ def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
     )
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    rounds_silu: bool = ROUNDS_SILU,
-    band: int = BAND,
-    stagger: int = STAGGER,
-) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, *, rounds_silu: bool = ROUNDS_SILU, band: int = BAND) -> Tensor:
     """Return silu(x Wg^T) * (x Wu^T), as naive.gated_linear() does.
 
     Args:
@@ -66,7 +57,6 @@ def gated_linear(
         weight: [2N, K] in bfloat16, gates first; contiguous, from a multiple of 16 bytes on.
         rounds_silu: Whether silu is rounded before it is a factor.
         band: Rows of tiles that share columns of the weight.
-        stagger: See STAGGER.
 
     Returns:
         [..., N] in bfloat16.
@@ -91,21 +81,21 @@ def gated_linear(
     maps = (
         tensor_map(x_TK, (ROWS, COLUMN)),
         tensor_map(weight, (OUTPUTS, COLUMN)),
-        tensor_map(out_TN, (WARP_ROWS, COLUMN)),
+        tensor_map(out_TN, (WARP_ROWS, OUTPUTS)),
     )
     sizes = rows, columns, band, steps, outputs
     types = (*(None,) * len(maps), *(INT,) * len(sizes))
-    _kernel(device, stagger, rounds_silu).launch(BLOCKS * clusters, THREADS, SHARED, types, (*maps, *sizes))
+    _kernel(device, rounds_silu).launch(BLOCKS * clusters, THREADS, SHARED, types, (*maps, *sizes))
     return out
 
 
-def macros(stagger: int = STAGGER, rounds_silu: bool = ROUNDS_SILU) -> dict[str, int]:
+def macros(rounds_silu: bool = ROUNDS_SILU) -> dict[str, int]:
     """Return the macros of gated_sm90.cu."""
-    return {"STAGES": STAGES, "STAGGER": stagger, "ROUND_SILU": int(rounds_silu)}
+    return {"STAGES": STAGES, "ROUND_SILU": int(rounds_silu)}
 
 
 @cache
-def _kernel(device: torch.device, stagger: int, rounds_silu: bool) -> Kernel:
+def _kernel(device: torch.device, rounds_silu: bool) -> Kernel:
     from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(code_of(SOURCE, f"{SM90}a", macros(stagger, rounds_silu)), "gated_linear", SHARED)
+    return Kernel(code_of(SOURCE, f"{SM90}a", macros(rounds_silu)), "gated_linear", SHARED)

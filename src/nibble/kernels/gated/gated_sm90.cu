@@ -1,22 +1,22 @@
 // silu(x Wg^T) * (x Wu^T) on SM90: the first product of a gated MLP for many rows, and what stands behind it.
 //
-// A cluster of two blocks takes 256 rows and 128 outputs, then the next such tile of its share; a block has 128 rows. A
-// tile's rows of Wg and of Wu lie one after the other in shared memory, as one matrix of 256 columns, so that a thread
-// has both sums of an output. Each block copies one of the two, for both blocks. One thread copies; two warpgroups of 64
-// rows multiply. Stages of the next tile are filled while outputs of this one leave by way of a buffer of their own.
+// A cluster of two blocks takes 256 rows and 88 outputs, then the next such tile of its share; a block has 128 rows. A
+// tile's rows of Wg and of Wu lie one after the other in shared memory, as one matrix of 176 columns, so that a thread
+// has both sums of an output. Each block copies one of the two, for both blocks. One thread copies; two warpgroups
+// take tiles in turns: while one multiplies, the other computes the outputs of its tile, and stores them by way of
+// buffers of their own.
 //
-// Macros: STAGES, of inputs; STAGGER, stages that the first warpgroup is ahead of the second, so that one multiplies
-// while the other computes outputs, 0 for together; ROUND_SILU, 0 or 1: whether silu is rounded before it is a factor.
+// Macros: STAGES, of inputs; ROUND_SILU, 0 or 1: whether silu is rounded before it is a factor.
 #include "bits.cuh"
 #include "cluster.cuh"
 #include "wgmma_ss.cuh"
 
-constexpr int BLOCKS = 2, GROUPS = 2, WARPS = 4 * GROUPS;
-constexpr int ROWS = 64 * GROUPS, OUTPUTS = 128, INPUTS = 64;  // of a block's tile; and of a stage
-constexpr int SUMS = OUTPUTS;                                  // of a thread: gates, then as many factors
-constexpr int X_BYTES = ROWS * SWIZZLED, HALF_BYTES = OUTPUTS * SWIZZLED, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
-static_assert(STAGGER < STAGES, "the first stages are filled before both warpgroups have started");
-constexpr int WARP_ROWS = 16, BOX_BYTES = WARP_ROWS * SWIZZLED, BOXES = OUTPUTS / 64;  // a warp's outputs
+constexpr int BLOCKS = 2, GROUPS = 2, WARPS = 4;               // of a cluster; of a block; of a warpgroup
+constexpr int ROWS = 128, OUTPUTS = 88, INPUTS = 64;           // of a block's tile; and of a stage
+constexpr int HALF = 64, HALVES = ROWS / HALF;                 // rows of a product
+constexpr int SUMS = OUTPUTS;                                  // of a thread and a product: gates, then as many factors
+constexpr int X_BYTES = ROWS * SWIZZLED, MATRIX_BYTES = OUTPUTS * SWIZZLED, STAGE_BYTES = X_BYTES + 2 * MATRIX_BYTES;
+constexpr int WARP_ROWS = 16, OUT_BYTES = OUTPUTS * 2, BUFFER_BYTES = WARP_ROWS * OUT_BYTES;  // a warp's outputs
 
 struct Sizes {
   int rows, columns;  // tiles of a cluster
@@ -63,7 +63,7 @@ DEVICE void produce(
       wait_for_cluster(barriers.empty(place.stage), place.parity ^ 1);
       expect(full, STAGE_BYTES);
       copy(x, x_map, row, k * INPUTS, full);
-      copy_to_both(x + X_BYTES + rank * HALF_BYTES, weight_map, output, k * INPUTS, full);
+      copy_to_both(x + X_BYTES + rank * MATRIX_BYTES, weight_map, output, k * INPUTS, full);
     }
   }
 }
@@ -71,26 +71,29 @@ DEVICE void produce(
 // ---- the warpgroups that multiply -----------------------------------------------------------------------
 
 #define OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define OUT_16(d, i) OUT_4(d, i), OUT_4(d, i + 4), OUT_4(d, i + 8), OUT_4(d, i + 12)
-#define OUT_64(d, i) OUT_16(d, i), OUT_16(d, i + 16), OUT_16(d, i + 32), OUT_16(d, i + 48)
+#define OUT_8(d, i) OUT_4(d, i), OUT_4(d, i + 4)
+#define OUT_40(d, i) OUT_8(d, i), OUT_8(d, i + 8), OUT_8(d, i + 16), OUT_8(d, i + 24), OUT_8(d, i + 32)
 
-// d (+)= A B^T, for A of 64 x 16 and B of 256 x 16.
+// d (+)= A B^T, for A of 64 x 16 and B of 176 x 16.
 DEVICE void wgmma(float (&d)[SUMS], u32 a, u32 b, int add) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p,%130,0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-      "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-      "%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,"
-      "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,"
-      "%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127},"
-      "%128,%129,p,1,1,0,0;\n}"
-      : OUT_64(d, 0), OUT_64(d, 64) : "l"(descriptor(a)), "l"(descriptor(b)), "r"(add));
+      "{\n.reg .pred p;\nsetp.ne.b32 p,%90,0;\nwgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
+      "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
+      "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,"
+      "%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87},"
+      "%88,%89,p,1,1,0,0;\n}"
+      : OUT_40(d, 0), OUT_40(d, 40), OUT_8(d, 80) : "l"(descriptor(a)), "l"(descriptor(b)), "r"(add));
 }
 
-DEVICE void multiply(float (&sums)[SUMS], u32 a, u32 b, bool is_first) {
+DEVICE void multiply(float (&sums)[HALVES][SUMS], u32 a, u32 b, bool is_first) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int j = 0; j < INPUTS / 16; j++) wgmma(sums, behind(a, 32 * j), behind(b, 32 * j), j > 0 || !is_first);
+  for (int j = 0; j < INPUTS / 16; j++) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+      wgmma(sums[h], behind(a, h * HALF * SWIZZLED + 32 * j), behind(b, 32 * j), j > 0 || !is_first);
+  }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -113,41 +116,40 @@ DEVICE u32 gated(float gate_0, float gate_1, float up_0, float up_1) {
 
 // Store a warp's 16 rows by way of its buffer. What lies outside of the output is left out.
 DEVICE void store(const float (&sums)[SUMS], const TensorMap& map, u32 buffer, int row, int output, int lane) {
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // for the tile before
+  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // for the rows before
   __syncwarp();
-  // Four matrices of 8 x 8 at a time: 8 rows and the next 8 of 8 columns, then of the next 8. A lane has the place of a
-  // row of one of them.
-  u32 to = buffer + lane % 16 * SWIZZLED + (lane / 16 ^ lane % 8) * 16;
+  // Two matrices of 8 x 8 at a time: 8 rows and the next 8, of 8 columns. A lane has the place of a row of one of them;
+  // rows of 176 bytes lie in different banks.
+  u32 to = buffer + lane % 16 * OUT_BYTES;
 #pragma unroll
-  for (int j = 0; j < OUTPUTS / 16; j++) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int gate = 8 * j + 2 * i, up = gate + SUMS / 2;
-      words[i] = gated(sums[gate], sums[gate + 1], sums[up], sums[up + 1]);
-    }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};"
-                 :: "r"((to ^ j % 4 * 32) + j / 4 * BOX_BYTES), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                    "r"(words[3]) : "memory");
+  for (int j = 0; j < OUTPUTS / 8; j++) {
+    int gate = 4 * j, up = gate + SUMS / 2;
+    u32 upper = gated(sums[gate], sums[gate + 1], sums[up], sums[up + 1]);
+    u32 lower = gated(sums[gate + 2], sums[gate + 3], sums[up + 2], sums[up + 3]);
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0],{%1,%2};"
+                 :: "r"(to + 16 * j), "r"(upper), "r"(lower) : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (lane == 0) {
-#pragma unroll
-    for (int j = 0; j < BOXES; j++)
-      asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0,{%1,%2}],[%3];"
-                   :: "l"(&map), "r"(output + 64 * j), "r"(row), "r"(buffer + j * BOX_BYTES) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0,{%1,%2}],[%3];"
+                 :: "l"(&map), "r"(output), "r"(row), "r"(buffer) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
 
+// A warpgroup's turn to multiply comes when the other has no stage left to wait for.
+DEVICE void await_turn(int group) { asm volatile("bar.sync %0,256;" :: "r"(1 + group) : "memory"); }
+DEVICE void end_turn(int group) { asm volatile("bar.arrive %0,256;" :: "r"(2 - group) : "memory"); }
+
 DEVICE void consume(
     const TensorMap& out_map, const Sizes& sizes, u32 stages, u32 buffers, Barriers barriers, int rank) {
-  int lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
-  u32 a = matrix_at(stages + group * 64 * SWIZZLED), b = matrix_at(stages + X_BYTES);
-  u32 empty = in_block(barriers.empty(0), lane % BLOCKS), buffer = buffers + warp * BOXES * BOX_BYTES;
+  int lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % WARPS;
+  u32 a = matrix_at(stages), b = matrix_at(stages + X_BYTES);
+  u32 empty = in_block(barriers.empty(0), lane % BLOCKS);
+  u32 buffer = buffers + (group * WARPS + warp) * BUFFER_BYTES;
   Place place;
-  float sums[SUMS];
+  float sums[HALVES][SUMS];
 
   auto multiply_stage = [&](bool is_first) {
     barrier_wait(barriers.full(place.stage), place.parity);
@@ -157,9 +159,13 @@ DEVICE void consume(
     if (lane < BLOCKS) arrive_in_block(empty + 8 * stage);
   };
 
-  int ahead = min(STAGGER, sizes.steps - 1);
-  if (ahead > 0 && group == 1) asm volatile("bar.sync 1,256;" ::: "memory");
-  for (int i = blockIdx.x / BLOCKS; i < sizes.tiles(); i += gridDim.x / BLOCKS) {
+  if (group == 1) {
+    end_turn(group);
+    place.skip(sizes.steps);
+  }
+  int clusters = gridDim.x / BLOCKS;
+  for (int i = blockIdx.x / BLOCKS + group * clusters; i < sizes.tiles(); i += GROUPS * clusters) {
+    await_turn(group);
     multiply_stage(true);
 #pragma unroll 1
     for (int k = 1; k < sizes.steps; k++) {
@@ -168,18 +174,19 @@ DEVICE void consume(
       multiply_stage(false);
       wgmma_wait<1>();
       release(before);
-      if (STAGGER && k == ahead && group == 0) {  // once, in the first tile
-        asm volatile("bar.arrive 1,256;" ::: "memory");
-        ahead = 0;
-      }
     }
+    end_turn(group);
     wgmma_wait<0>();
     release(place.stage);
     place.advance();
-    keep(sums);
+    place.skip(sizes.steps);
     Tile tile(i, sizes);
-    int row = (tile.row * BLOCKS + rank) * ROWS + warp * WARP_ROWS;
-    store(sums, out_map, buffer, row, tile.column * OUTPUTS, lane);
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+      keep(sums[h]);
+      int row = (tile.row * BLOCKS + rank) * ROWS + h * HALF + warp * WARP_ROWS;
+      store(sums[h], out_map, buffer, row, tile.column * OUTPUTS, lane);
+    }
   }
   if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -199,7 +206,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(128 
   int rank = blockIdx.x % BLOCKS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * STAGES; i++)
-      // A block's own thread fills a stage, and each warp of both blocks empties it.
+      // A block's own thread fills a stage, and the warps of a warpgroup of both blocks empty it.
       asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;"
                    :: "r"(barriers.first + 8 * i), "r"(i < STAGES ? 1 : BLOCKS * WARPS) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
