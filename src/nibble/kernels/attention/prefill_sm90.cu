@@ -1,8 +1,8 @@
 // Attention of many new tokens on SM90, over keys and values that prefill_stage.py has left in a workspace.
 //
 // A block takes 128 query rows of a head, then the next such item of its share. One thread brings queries, and keys and
-// values in tiles of 128, by tensor copies into some stages each. Two warpgroups of 64 rows multiply: a tile's weights
-// are computed while the tensor cores sum up the values of the tile before, and work for the other warpgroup.
+// values in tiles of 128, by tensor copies into some stages each. Two warpgroups of 64 rows multiply in turns: a tile's
+// weights are computed while the tensor cores sum up the values of the tile before, and work for the other warpgroup.
 //
 // Macros: STAGES, of keys and values; DIM, values of a head, 64 or 128; HALF, "bf16" or "f16", a string; and 0 or 1:
 // CAPPED, whether scores are capped; WINDOWED, whether a query sees `window` keys alone.
@@ -13,7 +13,8 @@ constexpr int COLUMN = 64, COLUMNS = DIM / COLUMN;  // values of 128 bytes; such
 constexpr int SCORES = KEYS / 2, SUMS = DIM / 2;    // of a thread
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = KEYS * DIM * 2;
 constexpr int BARRIERS = 2 + 4 * STAGES, WARPS = 4 * GROUPS;
-constexpr float SLACK = 8;  // how far, in powers of two, scores may lie above what weights are relative to
+constexpr float SLACK = 8;        // how far, in powers of two, scores may lie above what weights are relative to
+constexpr float MOST = 1 << 14;  // of a thread's weights of a row and a tile, which fits into 16-bit floats
 
 // CUtensorMap
 struct alignas(64) TensorMap { u64 words[16]; };
@@ -75,15 +76,20 @@ DEVICE void produce(
   for (int turn = 0, i; (i = item_of(turn)) < count * heads; turn++) {
     Item item = items[i / heads];
     int head = i % heads, kv_head = head / group;
-    barrier_wait(barriers.q_empty(), turn + 1 & 1);
-    expect(barriers.q_full(), Q_BYTES);
-    copy(q, &q_map, ROWS, head, item.row, barriers.q_full());
     Span span(item, window);
+    auto copy_queries = [&] {
+      barrier_wait(barriers.q_empty(), turn + 1 & 1);
+      expect(barriers.q_full(), Q_BYTES);
+      copy(q, &q_map, ROWS, head, item.row, barriers.q_full());
+    };
+    if (span.start == span.stop) copy_queries();
     for (int tile = span.stop - 1; tile >= span.start; tile--, step++) {
       int stage = step % STAGES, parity = step / STAGES + 1 & 1, key = item.key + tile * KEYS;
       barrier_wait(barriers.k_empty(stage), parity);
       expect(barriers.k_full(stage), TILE_BYTES);
       copy(k + stage * TILE_BYTES, &k_map, KEYS, kv_head, key, barriers.k_full(stage));
+      // There is room for keys before the queries in front have been read.
+      if (tile == span.stop - 1) copy_queries();
       barrier_wait(barriers.v_empty(stage), parity);
       expect(barriers.v_full(stage), TILE_BYTES);
       copy(v + stage * TILE_BYTES, &v_map, KEYS, kv_head, key, barriers.v_full(stage));
@@ -104,6 +110,19 @@ struct State {
     peak[0] = peak[1] = LOWEST, total[0] = total[1] = 0;
   }
 };
+
+// The tensor cores get a tile's products of one warpgroup, then of the other, so that these are out of step: weights of
+// one are computed beside products of the other. own: 1 or 2.
+DEVICE void await_turn(int own) { asm volatile("bar.sync %0,256;" :: "r"(own) : "memory"); }
+DEVICE void end_turn(int own) { asm volatile("bar.arrive %0,256;" :: "r"(3 - own) : "memory"); }
+
+// Whether it is so in one of the warpgroup's threads.
+DEVICE bool any_of_warpgroup(bool x, int own) {
+  int any;
+  asm volatile("{\n.reg .pred p,q;\nsetp.ne.s32 q,%1,0;\nbar.red.or.pred p,%2,128,q;\nselp.s32 %0,1,0,p;\n}"
+               : "=r"(any) : "r"(int(x)), "r"(own + 2) : "memory");
+  return any;
+}
 
 DEVICE void start_scores(float (&scores)[SCORES], u32 q, u32 k) {
   u64 a = matrix_at(q), b = matrix_at(k);
@@ -160,6 +179,18 @@ DEVICE void weigh(float (&scores)[SCORES], State& state, float scale, float (&re
   for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - state.peak[i / 2 % 2]);
 #pragma unroll
   for (int r = 0; r < 2; r++) state.total[r] = state.total[r] * rescale[r] + added[2 * r] + added[2 * r + 1];
+}
+
+// The same without a look at peaks, which takes a fifth of the time, and is hardly ever needed. Returns whether the peaks
+// do: if not, scores are lost, and the state is as before. Goes on when all weights are there, as hold() does.
+DEVICE bool weigh_by_peaks(float (&scores)[SCORES], State& state, float scale, int own) {
+  float added[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - state.peak[i / 2 % 2]);
+  float upper = added[0] + added[1], lower = added[2] + added[3];
+  if (any_of_warpgroup(!(fmaxf(upper, lower) <= MOST), own)) return false;
+  state.total[0] += upper, state.total[1] += lower;
+  return true;
 }
 
 // Goes on when all weights are there. Without a branch that depends on them the compiler waits for products before it
@@ -238,8 +269,9 @@ DEVICE void store(
 DEVICE void consume(
     const Item* items, int count, int heads, int window, float scale, float cap, const float* sinks, u16* out,
     float* lse, int lse_stride, u32 q, u32 k, u32 v, Barriers barriers) {
-  int lane = threadIdx.x % 32, first = threadIdx.x / 128 * 64 - 64, step = 0;
+  int lane = threadIdx.x % 32, own = threadIdx.x / 128, first = own * 64 - 64, step = 0;
   q += first * SWIZZLED;
+  if (own == 2) end_turn(own);
   for (int turn = 0, i; (i = item_of(turn)) < count * heads; turn++) {
     const Item* item = items + i / heads;
     Span span(*item, window);
@@ -251,52 +283,76 @@ DEVICE void consume(
     float scores[SCORES], rescale[2];
     u32 weights[KEYS / 4];
 
-    auto weigh_tile = [&](int tile) {
+    auto limit = [&](int tile) {
 #if CAPPED  // tanh
 #pragma unroll
       for (int j = 0; j < SCORES; j++) scores[j] = cap - 2 * cap * rcp(1 + ex2(scores[j] * (2 * LOG2E / cap)));
 #endif
       if (tile >= masked || tile < windowed)
         mask(scores, tile * KEYS, item->keys, item->visible + row, window, lane);
-      weigh(scores, state, scale, rescale);
+    };
+    auto release = [&](u32 barrier) {
+      if (lane == 0) barrier_arrive(barrier);
     };
 
     barrier_wait(barriers.q_full(), turn & 1);
     if (span.start < span.stop) {
       barrier_wait(barriers.k_full(step % STAGES), step / STAGES & 1);
+      await_turn(own);
       start_scores(scores, q, k + step % STAGES * TILE_BYTES);
+      end_turn(own);
       wgmma_wait<0>();
       keep(scores);
-      if (lane == 0) barrier_arrive(barriers.k_empty(step % STAGES));
-      weigh_tile(span.stop - 1);
+      release(barriers.k_empty(step % STAGES));
+      limit(span.stop - 1);
+      weigh(scores, state, scale, rescale);
       pack(weights, scores);
       for (int tile = span.stop - 2; tile >= span.start; tile--, step++) {
         // The next tile's scores, and this one's sums.
         int stage = step % STAGES, next = (step + 1) % STAGES;
         barrier_wait(barriers.k_full(next), (step + 1) / STAGES & 1);
-        start_scores(scores, q, k + next * TILE_BYTES);
         barrier_wait(barriers.v_full(stage), step / STAGES & 1);
+        await_turn(own);
+        start_scores(scores, q, k + next * TILE_BYTES);
         start_sums(state, weights, v + stage * TILE_BYTES);
+        end_turn(own);
         wgmma_wait<1>();
         keep(scores);
-        if (lane == 0) barrier_arrive(barriers.k_empty(next));
-        weigh_tile(tile);
-        hold(state);
+        // Rows that see no key of masked tiles have no peak before the first of the others.
+        bool rises = tile + 1 >= masked;
+        if (!rises) {
+          limit(tile);
+          rises = !weigh_by_peaks(scores, state, scale, own);
+          if (rises) {
+            start_scores(scores, q, k + next * TILE_BYTES);
+            wgmma_wait<0>();
+            keep(scores);
+          }
+        }
+        release(barriers.k_empty(next));
+        if (tile == span.start) release(barriers.q_empty());
+        if (rises) {
+          limit(tile);
+          weigh(scores, state, scale, rescale);
+          hold(state);
+        }
         wgmma_wait<0>();
         keep(state.sums);
-        if (lane == 0) barrier_arrive(barriers.v_empty(stage));
-        rescale_sums(state, rescale);
+        release(barriers.v_empty(stage));
+        if (rises) rescale_sums(state, rescale);
         pack(weights, scores);
       }
       int stage = step % STAGES;
       barrier_wait(barriers.v_full(stage), step / STAGES & 1);
+      await_turn(own);
       start_sums(state, weights, v + stage * TILE_BYTES);
+      end_turn(own);
       wgmma_wait<0>();
       keep(state.sums);
-      if (lane == 0) barrier_arrive(barriers.v_empty(stage));
+      release(barriers.v_empty(stage));
       step++;
     }
-    if (lane == 0) barrier_arrive(barriers.q_empty());
+    if (span.stop - span.start < 2) release(barriers.q_empty());
     store(state, sinks, out, lse, *item, row, i % heads, heads, lse_stride, lane);
   }
 }
