@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nibble.kernels import import_problem
-from nibble.kernels.quantized_linear import TOLERANCE, expected_product, preparation, quantized_linear
+from nibble.kernels.quantized_linear import TOLERANCE, Preparation, expected_product, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
 from nibble.kernels.weight_formats import FP8_ARCH, PACKAGE, Activations, WeightFormat
 
@@ -48,7 +48,9 @@ def test_each_kernel_computes_what_the_definition_says(name: str) -> None:
     torch.manual_seed(0)
     # Of sizes that differ, so that NVFP4 has global scales of rows.
     matrix = merged([matrix_of(kind, rows, size) for rows, size in ((256, 1.0), (128, 8.0))])
-    packed, locks = preparation([matrix])(matrix)
+    prepare = Preparation([matrix])
+    packed, locks = prepare(matrix)
+    prepare.test()
     assert packed.codes.nbytes == matrix.codes.nbytes
     assert packed.scale.nbytes == matrix.scale.nbytes or kind.activations is Activations.GROUP
     x = torch.randn(5, 512, device="cuda").bfloat16()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
 from nibble.kernels.types import AttentionBatch, AttentionParams, Rope
 from nibble.model_spec import Phase
+from nibble.models import checkpoint
+from nibble.models.linear import KERNELS
 from tiny import MLA, SPARSE, save_tiny
 
 
@@ -135,6 +138,19 @@ def test_wrong_rotations_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_can_be_left_out(wrong: type[Wrong], tiny: Path) -> None:
     build(Config(model=str(tiny), **OPTIONS), test=False)
+
+
+def test_kernels_of_packed_layers_are_tested_before_an_engine_is_ready(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise BackendError("17 rows are off")
+
+    monkeypatch.setattr(
+        checkpoint, "prepare_quantized", lambda model: setattr(model, KERNELS, SimpleNamespace(test=fail))
+    )
+    with pytest.raises(BackendError, match="17 rows are off"):
+        build(Config(model=str(tiny), **OPTIONS))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma2"])

@@ -65,6 +65,7 @@ from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Rope
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
+from nibble.models.linear import KERNELS
 
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
@@ -145,6 +146,8 @@ def warm_up(
 
 def tests_of(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Yield the tests of a start."""
+    if kernels := getattr(runner.model, KERNELS, None):
+        yield kernels.test
     yield partial(self_test, runner.plan, runner.pool, runner.backends, runner.exact)
     if runner.tier:
         yield partial(tier_test, runner.tier, runner.pool)

@@ -31,7 +31,7 @@ from nibble.models.head_model import class_of
 from nibble.models.heads import HeadFacts, head_tensors, is_head_tensor
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import compile_ahead, prepare_linears, set_packed
+from nibble.models.linear import compile_ahead, prepare_linears, prepare_quantized, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
 from nibble.models.parallel import Division
@@ -307,7 +307,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
         deterministic: leave out kernels that compute few rows in another order than many.
 
     Raises:
-        BackendError: kernels for packed matrices do not compute what they should.
+        BackendError: packed matrices cannot be brought into the layout of their kernels.
         ConfigError: what is replaced is not what the family's own code computes.
     """
     # First, because its own code shall compute with the same frequencies, and tabulate_rope() its tables.
@@ -319,7 +319,9 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
         tabulate_rope(model, model_spec.max_context)
     prepare_linears(model, deterministic=deterministic)
     model.eval().requires_grad_(False)
+    # Packed layers by their definition: their kernels are still compiled.
     equivalence.check(model, model_spec, reference)
+    prepare_quantized(model)
     return model
 
 

@@ -44,6 +44,8 @@ PACKED_FOR = 8
 """Number of tokens that weights are packed for."""
 GATE_UP = "gate_up_proj"
 """What families call a layer that computes both."""
+KERNELS = "nibble_kernels"
+"""The attribute of a model that tests the kernels of its packed layers."""
 VECTOR = 32
 """Most values that torch's vectorised functions take at once on a CPU."""
 
@@ -393,30 +395,31 @@ def expected_keys(config: PretrainedConfig, quantization: Quantization, packer: 
 
 
 def prepare_quantized(model: nn.Module) -> None:
-    """Compile kernels for the packed layers of a model on a GPU, and bring these into their layout, in place.
+    """Bring the packed layers of a model on a GPU into the layout of their kernels, in place.
+
+    Kernels are compiled meanwhile; attribute KERNELS of the model has test(), for when nothing else is left to do.
 
     Raises:
-        BackendError: They do not compile, or do not compute what they should.
+        BackendError: They cannot be.
     """
     layers = quantized_layers(model)
-    prepare = quantized_linear.preparation([layer.matrix for layer in layers])
+    if not layers or not layers[0].codes.is_cuda:
+        return
+    prepare = quantized_linear.Preparation([layer.matrix for layer in layers])
     for layer in layers:  # one after the other: nothing else holds what was there before
         layer.set(*prepare(layer.matrix))
+    setattr(model, KERNELS, prepare)
 
 
 def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
-    """Replace the linear layers and experts of `model` by faster ones, in place.
+    """Replace the linear layers and experts of `model` by faster ones, in place; prepare_quantized() comes after it.
 
     Args:
         model: as Transformers loads it, with its packed layers.
         deterministic: leave out kernels that compute few rows in another order than many.
-
-    Raises:
-        BackendError: kernels of packed layers do not compile, or do not compute what they should.
     """
-    is_packed = bool(quantized_layers(model))
     if not next(model.parameters()).is_cuda:
-        if is_packed:
+        if quantized_layers(model):
             merge_linears(model, packed_only=True)
         pack_linears(model)
         pack_experts(model)
@@ -428,8 +431,6 @@ def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
         serve_experts(model)
         serve_routers(model)
         join_shared_experts(model)
-    if is_packed:
-        prepare_quantized(model)
 
 
 def merge_and_tune_linears(model: Any) -> None:

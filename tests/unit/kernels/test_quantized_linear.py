@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Timer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
+from nibble.kernels import ahead
 from nibble.kernels import quantized_linear as operation
-from nibble.kernels.quantized_linear import naive, preparation, quantized_linear
+from nibble.kernels.quantized_linear import Preparation, naive, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
 from nibble.kernels.weight_formats import (
     GROUP,
@@ -34,6 +36,14 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from packed_weights import KINDS, quantize
 
 RANDOM = torch.Generator().manual_seed(0)
+
+
+def served(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
+    """In the layout of its kernels, which have passed their test."""
+    prepare = Preparation([matrix])
+    prepared = prepare(matrix)
+    prepare.test()
+    return prepared
 
 
 def matrix_of(name: str, rows: int = 128, columns: int = 256) -> PackedMatrix:
@@ -230,8 +240,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_the_library_is_given_what_it_should_multiply(name: str, is_merged: bool, library: Library) -> None:
     matrix = merged([matrix_of(name), matrix_of(name)]) if is_merged else matrix_of(name)
     others = [matrix, replace(matrix)]
-    prepare = preparation(others)
+    prepare = Preparation(others)
     (packed, locks), _ = prepare(others[0]), prepare(others[1])
+    assert not library.launches
+    prepare.test()
     assert packed.layout and packed.shape == matrix.shape
     assert packed.nbytes == matrix.nbytes or is_merged or name == "fp8a8"
     # Each kernel twice, for the first of two matrices that are alike.
@@ -248,7 +260,7 @@ def test_a_wrong_kernel_is_refused(rows: int, library: Library) -> None:
     with pytest.raises(
         BackendError, match=f"{rows} rows times 128 x 256 weights .uint4, groups of 128. are off by"
     ):
-        preparation([matrix := matrix_of("int4")])(matrix)
+        served(matrix_of("int4"))
 
 
 @pytest.mark.parametrize(
@@ -268,10 +280,10 @@ def test_scales_of_activations_that_are_misread_are_refused(
     name: str, misread: Callable[[Tensor], Tensor], library: Library
 ) -> None:
     matrix = matrix_of(name)
-    preparation([matrix])(matrix)
+    served(matrix)
     library.misread = misread
     with pytest.raises(BackendError, match="the start-up test failed"):
-        preparation([matrix])(matrix)
+        served(matrix)
 
 
 def test_activations_by_hand() -> None:
@@ -372,9 +384,10 @@ def test_kernels_that_are_compiled_ahead_are_compiled_once(
     monkeypatch.setattr(kernels, "prepare_kernels", prepare_kernels)
     first, second = matrix_of("int4"), matrix_of("fp8", 256, 512)
     operation._humming().compile_ahead({first.key}, first.codes.device)
-    prepare = preparation([first, second])
+    prepare = Preparation([first, second])
+    for matrix in (first, second):
+        assert operation._humming().rows_of(prepare(matrix)[0]) == [1, 17]
     assert calls == ["in parallel"] * 2
-    assert prepare(first)[0].layout and prepare(second)[0].layout
 
 
 def test_kernels_that_are_compiled_ahead_fail_where_they_are_needed(
@@ -387,15 +400,55 @@ def test_kernels_that_are_compiled_ahead_fail_where_they_are_needed(
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "prepare_kernels", fail)
         operation._humming().compile_ahead({matrix.key}, matrix.codes.device)
+        prepare = Preparation([matrix])
+        packed, locks = prepare(matrix)
+        x = torch.ones(1, 256).bfloat16()
         with pytest.raises(BackendError, match="does not compile"):
-            preparation([matrix])
-    assert preparation([matrix])(matrix)[0].layout
+            quantized_linear(x, packed, locks)
+        with pytest.raises(BackendError, match="does not compile"):
+            prepare.test()
+    assert served(matrix)[0].layout
+
+
+def test_only_launches_wait_for_kernels(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, kernels = Event(), sys.modules["humming.kernel.humming"].HummingKernel  # type: ignore[attr-defined]
+    own = kernels.prepare_kernels
+
+    def slowly(config: str, **options: Any) -> Tensor:
+        assert compiled.wait(60)
+        table: Tensor = own(config, **options)
+        return table
+
+    monkeypatch.setattr(kernels, "prepare_kernels", slowly)
+    library.wrong = lambda tokens, y: y.roll(1, -1) if tokens == 17 else y
+    matrix, x = matrix_of("fp8a8"), torch.ones(2, 256).bfloat16()
+    expected = quantized_linear(x, matrix)
+    try:
+        prepare = Preparation([matrix])
+        packed, locks = prepare(matrix)
+        with ahead.rehearsal():
+            assert not quantized_linear(x, packed, locks).any()
+            prepare.test()
+        assert not library.launches
+        Timer(0.2, compiled.set).start()
+        torch.testing.assert_close(quantized_linear(x, packed, locks), expected)
+        assert compiled.is_set()
+    finally:
+        compiled.set()
+    with pytest.raises(BackendError, match="17 rows times"):
+        prepare.test()
+
+
+def test_a_kernel_that_takes_a_row_for_another_is_refused(library: Library) -> None:
+    library.wrong = lambda tokens, y: y.roll(16, 0) if tokens > 16 else y
+    with pytest.raises(BackendError, match="17 rows times"):
+        served(matrix_of("int4"))
 
 
 def test_a_kernel_that_leaves_its_locks_is_refused(library: Library) -> None:
     library.wrong = lambda tokens, y: y * (len(library.launches) % 2)
     with pytest.raises(BackendError, match="the start-up test failed"):
-        preparation([matrix := matrix_of("int4")])(matrix)
+        served(matrix_of("int4"))
 
 
 def test_a_library_that_fails_says_what_would_work(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,5 +457,5 @@ def test_a_library_that_fails_says_what_would_work(library: Library, monkeypatch
 
     monkeypatch.setattr(sys.modules["humming.schema"], "HummingWeightSchema", fail)
     with pytest.raises(BackendError, match=r"no NVRTC.*--quantized-weights unpacked"):
-        preparation([matrix_of("int4")])
+        served(matrix_of("int4"))
     assert operation.TOLERANCE == 0.01

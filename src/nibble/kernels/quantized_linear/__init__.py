@@ -1,30 +1,33 @@
 """quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py).
 
 naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
-rows; cuda.py reads the same layout faster for a few and for many. preparation() compiles them, brings matrices into
-their layout, and holds each kernel against the definition.
+rows; cuda.py reads the same layout faster for a few and for many. A Preparation brings matrices into their layout while
+they are compiled, which nothing waits for but the first launch, and later holds each kernel against the definition.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
+from nibble.kernels import ahead
 from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import Activations, WeightFormat
 
-T = TypeVar("T")
 TOLERANCE = 0.01
 """Largest error of a kernel, norm over norm; in 16 bits both round by a quarter of that."""
 TEST_SIZE = 100
 """Of random inputs, in scales that a checkpoint has for them: a few in a million are clipped."""
+TEST_ROWS = 64
+"""Random inputs of a test, of which each row of a product is one."""
 
 
 def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = None) -> Tensor:
@@ -33,7 +36,7 @@ def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = Non
     Args:
         x: [..., K] in the compute dtype; it is quantised first where the matrix says so.
         matrix: W.
-        locks: What preparation() gave with it; None in the layout NAIVE.
+        locks: What a Preparation returned with it; None in the layout NAIVE.
 
     Returns:
         [..., N] in the dtype of x.
@@ -56,7 +59,7 @@ def expected_product(x: Tensor, matrix: PackedMatrix) -> Tensor:
 
 
 def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Begin to compile kernels on a GPU, while something else is done; preparation() takes those that it needs.
+    """Begin to compile kernels on a GPU, while something else is done; a Preparation takes those that it needs.
 
     Args:
         keys: Of matrices that will probably come (matrix.py).
@@ -66,35 +69,82 @@ def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
     _humming().compile_ahead(keys, torch.device(device.type, index))
 
 
-def preparation(
-    matrices: Iterable[PackedMatrix],
-) -> Callable[[PackedMatrix], tuple[PackedMatrix, Tensor]]:
-    """Compile the kernels of matrices on a GPU.
+@dataclass(frozen=True, slots=True)
+class KernelTest:
+    """A matrix in the layout of its kernels, and what they should compute."""
 
-    Args:
-        matrices: In the layout NAIVE.
+    matrix: PackedMatrix
+    locks: Tensor
+    x: Tensor
+    """[TEST_ROWS, K]."""
+    expected: Tensor
+    """[TEST_ROWS, N], by the definition over the matrix as it is stored."""
 
-    Returns:
-        A function that brings one of them into the layout of its kernels, and returns it with the int32 locks of its
-        products. With the first matrix of each shape and format it tests the kernels. It raises BackendError too.
+    def run(self) -> None:
+        """Raise BackendError unless each kernel computes that, for the least number of rows that calls it."""
+        matrix, generator = self.matrix, torch.Generator(self.x.device).manual_seed(1)
+        sizes = (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS)
+        own = [tokens for tokens in sizes if _implementation(matrix, tokens) is not None]
+        for tokens in (*own, *_humming().rows_of(matrix)):
+            # In no order, so that a kernel that takes a row for another fails.
+            rows = torch.randint(len(self.x), (tokens,), generator=generator, device=self.x.device)
+            x, expected = self.x[rows], self.expected[rows]
+            norm = float(torch.linalg.vector_norm(expected, dtype=torch.float32))
+            # Twice, as a kernel must leave its locks as they were.
+            for _ in range(2):
+                difference = quantized_linear(x, matrix, self.locks).sub_(expected)
+                error = float(torch.linalg.vector_norm(difference, dtype=torch.float32))
+                # A matrix of zeros is right, too.
+                if not error <= TOLERANCE * norm:
+                    raise BackendError(
+                        f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
+                        f"({matrix.format}) are off by {error:.3g} where the definition's norm is {norm:.3g}, and "
+                        f"{TOLERANCE:g} of it is allowed; serve with --quantized-weights unpacked, and please report "
+                        "this"
+                    )
 
-    Raises:
-        BackendError: A kernel does not compile.
+
+class Preparation:
+    """Brings matrices on a GPU into the layout of their kernels, which are compiled meanwhile.
+
+    What is wrong with kernels is a BackendError, at a launch or in test().
     """
-    kernels = _explained(lambda: _humming().compile_all(matrices))
-    tested: set[tuple[object, ...]] = set()
 
-    def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
-        packed = _humming().prepare(matrix)
-        if matrix.key not in tested:
-            own = [
-                n for n in (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS) if _implementation(matrix, n) is not None
-            ]
-            _test(matrix, packed, (*own, *kernels[matrix.key]))
-            tested.add(matrix.key)
-        return packed
+    def __init__(self, matrices: Iterable[PackedMatrix]) -> None:
+        """Begin to compile the kernels of matrices in the layout NAIVE."""
+        self._tests: dict[KernelKey, KernelTest] = {}
+        _humming().explained(lambda: _humming().compile_all(matrices))
 
-    return lambda matrix: _explained(lambda: prepare(matrix))
+    def __call__(self, matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
+        """Return one of them in the layout of its kernels, and the int32 locks of its products."""
+        packed, locks = _humming().explained(lambda: _humming().prepare(matrix))
+        # The first of each shape and format: then its bytes are gone, and a test needs kernels.
+        if matrix.key not in self._tests:
+            x = _test_inputs(matrix)
+            self._tests[matrix.key] = KernelTest(packed, locks, x, expected_product(x, matrix))
+        return packed, locks
+
+    def test(self) -> None:
+        """Raise BackendError unless kernels compute what the definition says; wait for them. It is to be called once.
+
+        In a rehearsal it does nothing.
+        """
+        if ahead.is_rehearsal():
+            return
+        for test in self._tests.values():
+            _humming().explained(test.run)
+        self._tests.clear()
+        # Products of thousands of rows, of whose sizes nothing else may be.
+        torch.cuda.empty_cache()
+
+
+def _test_inputs(matrix: PackedMatrix) -> Tensor:
+    device = matrix.codes.device
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(TEST_ROWS, matrix.shape[1], generator=generator, device=device)
+    if matrix.input_scale is not None:
+        x = x * matrix.input_scale * TEST_SIZE
+    return x.to(matrix.dtype)
 
 
 def _implementation(matrix: PackedMatrix, tokens: int) -> Callable[[Tensor, PackedMatrix], Tensor] | None:
@@ -108,41 +158,6 @@ def _humming() -> Any:
     from nibble.kernels.quantized_linear import humming
 
     return humming
-
-
-def _explained(call: Callable[[], T]) -> T:
-    """Return what a call returns; raise BackendError for whatever else it raises but a lack of memory."""
-    try:
-        return call()
-    except (BackendError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:  # of all kinds: this is foreign code, and a compiler
-        raise BackendError(
-            f"humming-kernels cannot multiply quantised weights here ({type(error).__name__}: "
-            f"{str(error).strip()[:300]}); --quantized-weights unpacked serves them in the compute dtype"
-        ) from error
-
-
-def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Sequence[int]) -> None:
-    """Raise BackendError unless kernels compute what the definition says, for each of these numbers of rows."""
-    generator = torch.Generator(matrix.codes.device).manual_seed(0)
-    for tokens in rows:
-        x = torch.randn(tokens, matrix.shape[1], generator=generator, device=matrix.codes.device)
-        if matrix.input_scale is not None:
-            x = x * matrix.input_scale * TEST_SIZE
-        x = x.to(matrix.dtype)
-        expected = expected_product(x, matrix).float()
-        # Twice, as a kernel must leave its locks as they were.
-        for _ in range(2):
-            error = float((quantized_linear(x, *packed).float() - expected).norm())
-            # A matrix of zeros is right, too.
-            if not error <= TOLERANCE * float(expected.norm()):
-                raise BackendError(
-                    f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
-                    f"({matrix.format}) are off by {error:.3g} where the definition's norm is "
-                    f"{float(expected.norm()):.3g}, and {TOLERANCE:g} of it is allowed; serve with --quantized-weights "
-                    "unpacked, and please report this"
-                )
 
 
 # An operator, so that a compiler of models does not look into it.

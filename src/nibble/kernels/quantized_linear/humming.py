@@ -1,10 +1,10 @@
 """Products with packed matrices by `humming-kernels` (vllm-project/humming, Apache-2.0), for any number of rows.
 
-Its kernels are compiled by NVRTC when a model loads, and kept in the cache folder. For each shape and format there is
-a list of kernels by number of rows; a launch chooses one on the host, so it can be captured in a CUDA graph. Weights
-are brought into its own layout first, on the GPU; that depends on whether activations are FP8, and not on the number of
-rows. Which kernels there are, and how tensors are laid out, is what its `HummingWeightSchema`, `HummingInputSchema`,
-`transform.py` and `kernel/humming.py` say (0.1.19).
+Its kernels are compiled by NVRTC when a model loads, and kept in the cache folder; their first launch waits for them.
+For each shape and format there is a list of kernels by number of rows; a launch chooses one on the host, so it can be
+captured in a CUDA graph. Weights are brought into its own layout first, on the GPU; that depends on whether activations
+are FP8, and not on the number of rows. Which kernels there are, and how tensors are laid out, is what its
+`HummingWeightSchema`, `HummingInputSchema`, `transform.py` and `kernel/humming.py` say (0.1.19).
 
 FP8 by FP8 on Hopper takes float32 scales of activations (one, by token or by group), of weights by row, by group or by
 block of the same group, and no groups below 32, so that it leaves out NVFP4. Sums of a group are promoted to float32;
@@ -16,23 +16,25 @@ Shape suffixes: T tokens, N outputs, K inputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
 from nibble.hardware import cache_folder
-from nibble.kernels import UNBOUNDED
+from nibble.kernels import UNBOUNDED, ahead
 from nibble.kernels.quantized_linear import cuda, schedules
 from nibble.kernels.quantized_linear.matrix import KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import GROUP, Activations
 
+T = TypeVar("T")
 CACHE_VARIABLE, SERIAL_VARIABLE = "HUMMING_CACHE_DIR", "HUMMING_DISABLE_PARALLEL_BUILD"
 WORKERS_VARIABLE = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
 DTYPES = {
@@ -57,10 +59,10 @@ RANGES = (8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 kernels, each of which takes seconds to compile."""
 LOCKS = 2048
 """int32 values with which programs of a product wait for one another, all zero between products."""
-_kernels: dict[tuple[str, torch.device], Tensor] = {}
+_kernels: dict[tuple[str, torch.device], Tensor | Future[Tensor]] = {}
 """By layout and device: what the library's launcher chooses a kernel by, int64 [4 * kernels] on the host."""
 _compiling: dict[tuple[KernelKey, torch.device], Future[Tensor]] = {}
-"""Kernels that nobody has waited for yet."""
+"""Kernels that no matrix needs yet."""
 KEYS = 4
 _pool = ThreadPoolExecutor(KEYS, "nibble-humming")
 """Each of its threads compiles for a key."""
@@ -107,6 +109,7 @@ def _input_schema(key: KernelKey) -> Any:
 
 def layer_config(key: KernelKey, device: torch.device) -> Any:
     """Return what the library calls the kernels of a matrix by."""
+    import_library()
     from humming.transform import prepare_layer_config
 
     rows, columns = key.shape
@@ -136,6 +139,7 @@ def _schedules(key: KernelKey, config: Any, device: torch.device, few: int) -> l
     return ranges
 
 
+@cache
 def import_library() -> None:
     """Import the library, which reads its environment as it is imported; it compiles in parallel afterwards."""
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder() / "humming"))
@@ -155,7 +159,7 @@ def import_library() -> None:
 
 
 def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Begin to compile the kernels of matrices that are still to come, in threads; compile_all() waits for them.
+    """Begin to compile the kernels of matrices that are still to come, in threads; their first launch waits for them.
 
     What is wrong with a kernel is raised where it is needed, and kernels that nothing needs cost nothing else.
     """
@@ -166,10 +170,9 @@ def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
 
 def _compile(key: KernelKey, device: torch.device) -> Tensor:
     """Compile the kernels of matrices of a key, and return what the library's launcher chooses one by."""
-    import_library()
+    config = layer_config(key, device)
     from humming.kernel.humming import HummingKernel
 
-    config = layer_config(key, device)
     kernels: Tensor = HummingKernel.prepare_kernels(
         config.to_str(), tuning_config=_schedules(key, config, device, _few(key, device)), device=device
     )
@@ -181,29 +184,51 @@ def _few(key: KernelKey, device: torch.device) -> int:
     return cuda.FEW_TOKENS if cuda.serves_key(key, device) else 0
 
 
-def compile_all(matrices: Iterable[PackedMatrix]) -> dict[KernelKey, list[int]]:
-    """Compile the kernels of matrices, all at the same time; return for each key numbers of rows that call each."""
+def compile_all(matrices: Iterable[PackedMatrix]) -> None:
+    """Begin to compile the kernels of matrices, all at the same time, where that has not begun."""
     devices = {matrix.key: matrix.codes.device for matrix in matrices}
     for key, device in devices.items():
         compile_ahead([key], device)
-    compiling = {key: _compiling.pop((key, device)) for key, device in devices.items()}
-    rows = {}
     for key, device in devices.items():
-        kernels = compiling[key].result()
-        use(kernels, layer_config(key, device).to_str(), device)
-        # Each kernel is for more than its first number of rows, and up to its second.
-        few = _few(key, device)
-        rows[key] = [max(first, few) + 1 for first in kernels.view(-1, 4)[:, 0].tolist()]
-    return rows
+        use(_compiling.pop((key, device)), layer_config(key, device).to_str(), device)
 
 
-def use(kernels: Tensor, layout: str, device: torch.device) -> None:
+def rows_of(matrix: PackedMatrix) -> list[int]:
+    """Return numbers of rows that call each kernel of a matrix in its layout; wait for these kernels."""
+    # Each kernel is for more than its first number of rows, and up to its second.
+    few, firsts = _few(matrix.key, matrix.codes.device), _kernels_of(matrix).view(-1, 4)[:, 0].tolist()
+    return [max(first, few) + 1 for first in firsts]
+
+
+def _kernels_of(matrix: PackedMatrix) -> Tensor:
+    """Return what the launcher chooses a kernel of a matrix by; wait until all are compiled."""
+    place = matrix.layout, matrix.codes.device
+    kernels = _kernels[place]
+    if isinstance(kernels, Future):
+        kernels = _kernels[place] = explained(kernels.result)
+    return kernels
+
+
+def explained(call: Callable[[], T]) -> T:
+    """Return what a call returns; raise BackendError for whatever else it raises but a lack of memory."""
+    try:
+        return call()
+    except (BackendError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # of all kinds: this is foreign code, and a compiler
+        raise BackendError(
+            f"humming-kernels cannot multiply quantised weights here ({type(error).__name__}: "
+            f"{str(error).strip()[:300]}); --quantized-weights unpacked serves them in the compute dtype"
+        ) from error
+
+
+def use(kernels: Tensor | Future[Tensor], layout: str, device: torch.device) -> None:
     """Let these kernels multiply matrices of a layout: for each its range of rows, its number, and processors."""
     _kernels[layout, device] = kernels
 
 
 def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
-    """Return a matrix in the layout of its kernels, which are compiled, and the locks of its products."""
+    """Return a matrix in the layout of its kernels, and the locks of its products."""
     from humming.transform import transform_humming_tensors
 
     scales, device = matrix.format.scales, matrix.codes.device
@@ -235,11 +260,13 @@ def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
 
 def quantized_linear(x_TK: Tensor, x_scale: Tensor | None, matrix: PackedMatrix, locks: Tensor) -> Tensor:
     """Compute x W^T -> [T, N], for a matrix that prepare() returned; scales of FP8 activations are [T, G] or [1]."""
+    if ahead.is_rehearsal():
+        return x_TK.new_zeros(len(x_TK), matrix.rows, dtype=matrix.dtype)
     from humming import ops
 
     scale, scales = matrix.scale, matrix.format.scales
     y_TN: Tensor = ops.launch_kernel(
-        configs=_kernels[matrix.layout, matrix.codes.device],
+        configs=_kernels_of(matrix),
         inputs=x_TK.contiguous(),
         weight=matrix.codes,
         weight_scale=scale.view(SCALE_DTYPES[scales]) if scales else scale,
