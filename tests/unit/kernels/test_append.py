@@ -368,8 +368,9 @@ def test_rotation_of_queries_and_keys(
 
 
 def test_a_rehearsal_compiles_for_few_and_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, (q, k) = pool("fp32", "hnd", (128, 128)), (values(i, 7, dim=128) for i in range(2))
-    write, slots, launched = HeadsAppend(_targets(target.view(0))), torch.arange(7), list[int]()
+    target, (q, k) = pool("fp32", "hnd", (128, 128)), (values(i, 7, dim=128).to(DEVICE) for i in range(2))
+    write, launched = HeadsAppend(_targets(target.view(0))), list[int]()
+    slots = torch.arange(7, device=DEVICE)
     monkeypatch.setattr(write, "_launches", lambda *_, num_warps, **__: launched.append(num_warps))
     few, many = write._warps
     for is_rehearsal, expected in ((False, [few]), (True, [few, many])):

@@ -57,8 +57,11 @@ def item_by_item(q_THD: Tensor, pages: _Pages, step: Pass, out_THD: Tensor, lse_
         out_THD[row : row + rows] = torch.einsum("hnl,lhd->nhd", weights, v)
         if lse_HT is not None:
             lse_HT[:, row : row + rows] = scores.logsumexp(2)
-    # A block's share is fair only if items come in this order.
+    # Shares are fair only if items come in this order.
     assert tiles == sorted(tiles, reverse=True)
+    *shares, end = step.shares_NP.tolist()
+    items = sorted(item for share in shares for item in share if item >= 0)
+    assert items == list(range(len(tiles) * q_THD.shape[1])) and {*end} == {-1}
 
 
 def staged(stream: Paged, page_table_BN: Tensor, spans_I4: Tensor) -> Tensor:
@@ -111,6 +114,24 @@ def check(requests: list[Request], processors: int = 1, **asked: object) -> list
     out_THD = own.prefill_attention(q, k, v, batch, blocks, params)
     torch.testing.assert_close(out_THD, part.values_THD)
     return list(blocks)
+
+
+@pytest.mark.parametrize(
+    ("requests", "most"),
+    [([(0, 8192)], 1.005), ([(8192, 8192)], 1.015), ([(0, 2048)] * 4, 1.005), ([(0, 1024)] * 8, 1.01)],
+)
+def test_blocks_have_about_the_same_to_do(requests: list[Request], most: float) -> None:
+    heads, processors = 32, 132
+    tiles = sorted((-(-(at + ROWS) // KEYS) for stored, new in requests for at in range(stored, stored + new, ROWS)),
+                   reverse=True)  # fmt: skip
+    costs = [count + own.ITEM_TILES for count in tiles for _ in range(heads)]
+    shares = own.share_out(tiles, heads, processors)
+    loads = [sum(costs[item] for item in share if item >= 0) for share in zip(*shares, strict=True)]
+    assert len(loads) == processors and max(loads) <= most * sum(loads) / processors
+    # A block does what is longest first.
+    for share in zip(*shares, strict=True):
+        own_costs = [costs[item] for item in share if item >= 0]
+        assert own_costs == sorted(own_costs, reverse=True) and share[len(own_costs)] == -1
 
 
 LENGTHS = st.tuples(st.integers(-200, 900), st.integers(1, 300)).filter(lambda r: sum(r) >= 0)

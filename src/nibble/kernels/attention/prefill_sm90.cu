@@ -47,12 +47,8 @@ struct Span {
   }
 };
 
-// The items of a block: those of a turn go to the blocks in order, those of the next in reverse. The host has sorted
-// them by their tiles.
-DEVICE int item_of(int turn) {
-  int place = turn & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return turn * gridDim.x + place;
-}
+// The item that a block takes in a turn, times the heads, plus its head; below 0 none.
+DEVICE int item_of(const int* shares, int turn) { return shares[turn * gridDim.x + blockIdx.x]; }
 
 DEVICE void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -70,10 +66,10 @@ DEVICE void copy(u32 to, const TensorMap* map, int rows, int y, int z, u32 barri
 // ---- the thread that copies ---------------------------------------------------------------------------
 
 DEVICE void produce(
-    const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Item* items, int count, int heads,
+    const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Item* items, const int* shares, int heads,
     int group, int window, u32 q, u32 k, u32 v, Barriers barriers) {
   int step = 0;
-  for (int turn = 0, i; (i = item_of(turn)) < count * heads; turn++) {
+  for (int turn = 0, i; (i = item_of(shares, turn)) >= 0; turn++) {
     Item item = items[i / heads];
     int head = i % heads, kv_head = head / group;
     Span span(item, window);
@@ -267,12 +263,12 @@ DEVICE void store(
 }
 
 DEVICE void consume(
-    const Item* items, int count, int heads, int window, float scale, float cap, const float* sinks, u16* out,
+    const Item* items, const int* shares, int heads, int window, float scale, float cap, const float* sinks, u16* out,
     float* lse, int lse_stride, u32 q, u32 k, u32 v, Barriers barriers) {
   int lane = threadIdx.x % 32, own = threadIdx.x / 128, first = own * 64 - 64, step = 0;
   q += first * SWIZZLED;
   if (own == 2) end_turn(own);
-  for (int turn = 0, i; (i = item_of(turn)) < count * heads; turn++) {
+  for (int turn = 0, i; (i = item_of(shares, turn)) >= 0; turn++) {
     const Item* item = items + i / heads;
     Span span(*item, window);
     // Tiles from here on, and with a window those before another, hold keys that some of the rows do not see.
@@ -359,13 +355,14 @@ DEVICE void consume(
 
 // ---- the kernel ---------------------------------------------------------------------------------------
 
-// Arguments: maps of the queries [T, H, D], keys [L, G, D] and values [L, G, D]; items; sinks [H] or null; the output
+// Arguments: maps of the queries [T, H, D], keys [L, G, D] and values [L, G, D]; items; shares of items, of blocks in
+// each turn; sinks [H] or null; the output
 // [T, H, D]; log-sum-exps [H, T] or null, and their stride. scale: of scores, times LOG2E; cap: what scores are capped at before they are
 // scaled. A head of keys and values serves `group` heads of queries.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) prefill_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, const Item* items, const float* sinks, u16* out, float* lse, float scale,
-    float cap, int count, int heads, int group, int lse_stride, int window) {
+    const __grid_constant__ TensorMap v_map, const Item* items, const int* shares, const float* sinks, u16* out,
+    float* lse, float scale, float cap, int heads, int group, int lse_stride, int window) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ u64 places[BARRIERS];
   u32 q = (shared_address(shared) + EIGHT_ROWS - 1) / EIGHT_ROWS * EIGHT_ROWS;
@@ -384,9 +381,9 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) prefill_atte
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 0)
-      produce(q_map, k_map, v_map, items, count, heads, group, window, q, k, v, barriers);
+      produce(q_map, k_map, v_map, items, shares, heads, group, window, q, k, v, barriers);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    consume(items, count, heads, window, scale, cap, sinks, out, lse, lse_stride, q, k, v, barriers);
+    consume(items, shares, heads, window, scale, cap, sinks, out, lse, lse_stride, q, k, v, barriers);
   }
 }

@@ -5,8 +5,8 @@ than the workspace holds goes through it in passes, whose results are merged by 
 tokens go to the kernel that splits keys (triton.py), and so do all where their rows are too few for the GPU and see
 long contexts.
 
-Shape suffixes: T query tokens, B requests, N pages, H query heads, G KV heads, D values of a head, L tokens of the
-workspace, I its tiles, J items.
+Shape suffixes: T query tokens, B requests, N pages or turns, H query heads, G KV heads, D values of a head, L tokens of
+the workspace, I its tiles, J items, P blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nibble.kernels import PREFILL_WORKSPACE, SM90, cdiv, gpu_of
+from nibble.kernels import PREFILL_WORKSPACE, SM90, cdiv
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.attention.prefill_stage import KEYS, stage
@@ -41,9 +41,11 @@ COLUMN = 64
 """Values of 16 bits in a row of a box."""
 MIN_ROWS = 128
 """New tokens of a request from which it goes to this kernel."""
+ITEM_TILES = 1.5
+"""Tiles that an item takes as long as, beside its own."""
 LONG_TILES = 32
 """Tiles of keys from which blocks that are too few for the GPU take longer than splits of keys."""
-_TYPES = (None, None, None, *[POINTER] * 4, FLOAT, FLOAT, *[INT] * 5)
+_TYPES = (None, None, None, *[POINTER] * 5, FLOAT, FLOAT, *[INT] * 4)
 _HALVES = {torch.bfloat16: '"bf16"', torch.float16: '"f16"'}
 
 
@@ -55,6 +57,8 @@ class Pass:
     """Int32: the tiles of the workspace (prefill_stage.py)."""
     items_J8: Tensor
     """Int32: what prefill_sm90.cu calls an Item, with rows counted from the block's; those with most tiles first."""
+    shares_NP: Tensor
+    """Int32: for each turn of each processor's block an item times the heads, plus its head; -1 where there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +107,7 @@ def plan_blocks(batch: AttentionBatch, window: int | None, heads: int, processor
     is_sparse = 2 * busy < processors and max(part.tiles for part in requests) >= LONG_TILES
     for parts, short in _groups(requests, max(batch.query_lens) + 1 if is_sparse else MIN_ROWS):
         rows = slice(parts[0].row, parts[-1].row + parts[-1].count)
-        plan = _short(parts, batch) if short else tuple(_passes(parts, batch, window))
+        plan = _short(parts, batch) if short else tuple(_passes(parts, batch, window, heads, processors))
         blocks.append(Block(rows, plan))
     return tuple(blocks)
 
@@ -140,7 +144,9 @@ def _short(parts: Sequence[_Part], batch: AttentionBatch) -> AttentionBatch:
     return AttentionBatch.from_lens(Phase.EXTEND, parts[0].row, *lens, batch.page_table_BN[requests])
 
 
-def _passes(parts: Sequence[_Part], batch: AttentionBatch, window: int | None) -> Iterator[Pass]:
+def _passes(
+    parts: Sequence[_Part], batch: AttentionBatch, window: int | None, heads: int, processors: int
+) -> Iterator[Pass]:
     """Yield the passes of requests that share a launch: one, or several of a single request."""
     device = batch.page_table_BN.device
     longest = max(part.stop - part.start for part in parts)
@@ -155,7 +161,8 @@ def _passes(parts: Sequence[_Part], batch: AttentionBatch, window: int | None) -
             for at in range(0, part.count, ROWS):
                 items.append((row + at, min(ROWS, part.count - at), key, keys, visible + at, 0, 0, 0))
         items.sort(key=lambda item: -_tiles(item, window))
-        yield Pass(*(_table(rows, device) for rows in (spans or [(0, 0, 0, 0)], items)))
+        shares = share_out([_tiles(item, window) for item in items], heads, processors)
+        yield Pass(*(_table(rows, device) for rows in (spans or [(0, 0, 0, 0)], items, shares)))
 
 
 def _tiles(item: tuple[int, ...], window: int | None) -> int:
@@ -165,7 +172,33 @@ def _tiles(item: tuple[int, ...], window: int | None) -> int:
     return stop - (max(visible - window, 0) // KEYS if window else 0)
 
 
-def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def share_out(tiles: Sequence[int], heads: int, processors: int) -> list[list[int]]:
+    """Return what blocks do in each turn, as Pass.shares_NP has it, so that all end at about the same time.
+
+    In each turn the block that has least to do gets most. Items that are left over are the smallest: some blocks have
+    one more of these, which counts from the start, and comes last.
+
+    Args:
+        tiles: Of items, the most first.
+        heads: That each item has.
+        processors: That have a block each, or fewer of them where there are fewer items.
+    """
+    costs = [count + ITEM_TILES for count in tiles for _ in range(heads)]
+    blocks = min(processors, len(costs))
+    turns, more = divmod(len(costs), blocks)
+    rest = [*range(len(costs) - more, len(costs)), *[-1] * (blocks - more)]
+    loads = [0.0 if item < 0 else costs[item] for item in rest]
+    shares: list[list[int]] = []
+    for turn in range(turns):
+        share = [0] * blocks
+        for item, block in enumerate(sorted(range(blocks), key=loads.__getitem__), turn * blocks):
+            share[block] = item
+            loads[block] += costs[item]
+        shares.append(share)
+    return [*shares, rest, [-1] * blocks]
+
+
+def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     flat = [number for row in rows for number in row]
     return to_device(flat, torch.int32, device).view(len(rows), -1)
 
@@ -289,20 +322,19 @@ def _part(q_THD: Tensor, pages: _Pages, step: Pass) -> PartialAttention:
 
 
 def _launch(q_THD: Tensor, pages: _Pages, step: Pass, out_THD: Tensor, lse_HT: Tensor | None) -> None:
-    (_, heads, dim), params, count = q_THD.shape, pages.params, step.items_J8.shape[0]
+    (_, heads, dim), params = q_THD.shape, pages.params
     keys, values = stage(pages.k, pages.v, pages.page_table_BN, step.spans_I4, q_THD.dtype)
     sinks = None if params.sinks_H is None else params.sinks_H.float().contiguous()
     window, softcap = params.window or 0, params.softcap or 0.0
     # What a score is capped at, in scores that are not scaled yet.
     cap = softcap / params.scale if softcap else 1.0
     kernel = _kernel(q_THD.device, dim, q_THD.dtype, bool(softcap), bool(window))
-    grid = min(gpu_of(q_THD.device).processors, count * heads)
     kernel.launch(
-        grid, THREADS, _shared(dim), _TYPES,
+        step.shares_NP.shape[1], THREADS, _shared(dim), _TYPES,
         (
             *(tensor_map(x, (n, 1, COLUMN)) for x, n in ((q_THD, ROWS), (keys, KEYS), (values, KEYS))),
-            *(0 if x is None else x.data_ptr() for x in (step.items_J8, sinks, out_THD, lse_HT)),
-            params.scale * LOG2E.value, cap, count, heads, heads // pages.k.heads,
+            *(0 if x is None else x.data_ptr() for x in (step.items_J8, step.shares_NP, sinks, out_THD, lse_HT)),
+            params.scale * LOG2E.value, cap, heads, heads // pages.k.heads,
             0 if lse_HT is None else lse_HT.stride(0), window,
         ),
     )  # fmt: skip
