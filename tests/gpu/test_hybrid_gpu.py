@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from bits import answer, differs, limited
-from gpu_hybrids import ALL_EXPERTS, HYBRIDS, distance, greedy, save_hybrid, worst_gap
+from gpu_hybrids import ALL_EXPERTS, HYBRIDS, distance, distances, greedy, save_hybrid, worst_gap
 from nibble import LLM
 
 pytestmark = [
@@ -28,6 +28,8 @@ pytestmark = [
 DEVICE = "cuda"
 WORSE, FLOOR = 1.5, 1e-3
 """How much further from float32 logits may be than another engine's or the family's own in bfloat16."""
+OTHER = 0.3
+"""How far logits are from those of another token, at least."""
 TIE = 0.5
 """Where two tokens' logits are so many deviations apart at most, rounding may change their places. Tokens that have
 nothing to do with each other are 2 to 6 apart."""
@@ -82,10 +84,17 @@ def test_a_family_computes_what_the_unmodified_model_does(family: str, tmp_path:
 def test_prompts_of_a_family_whose_tokens_choose_experts(family: str, tmp_path: Path) -> None:
     unmodified = save_hybrid(tmp_path, family, DEVICE)
     with engine(tmp_path) as llm:
-        off = distance(llm.logits(unmodified.ids), unmodified.logits)
-    print(f"{family}: off by {off:.1e}, the model's own bfloat16 by {unmodified.error:.1e}")
-    # Of MiniMax 1.7 times as much was measured, whose routers are the nearest to ties.
-    assert off <= 2 * unmodified.error + FLOOR
+        off, own = distances(llm.logits(unmodified.ids), unmodified.logits), unmodified.token_errors_T
+    (usual, others), (own_usual, own_others) = (
+        (float(errors.median()), float((errors > OTHER).float().mean())) for errors in (off, own)
+    )
+    print(
+        f"{family}: usually off by {usual:.1e}, {own_usual:.1e} its own; others {others:.1%}, {own_others:.1%}"
+    )
+    # A token whose router is near a tie may choose other experts, and is another token then: with random weights on a
+    # CPU, in bfloat16, 1 to 4 of 300 of MiniMax, and every seventh of Qwen3-Next.
+    assert usual <= 2 * own_usual + FLOOR
+    assert others <= 2 * own_others + 0.05
 
 
 @pytest.mark.parametrize(

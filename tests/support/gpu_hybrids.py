@@ -72,6 +72,8 @@ class Unmodified:
     """In float32 [T, V], on the host."""
     error: float
     """How far bfloat16 is from that, norm over norm."""
+    token_errors_T: Tensor
+    """The same of each token."""
 
 
 def save_hybrid(
@@ -90,7 +92,7 @@ def save_hybrid(
     model.save_pretrained(folder)
     set_generation_config(folder, temperature=0.0)
     own, exact = (_logits(model.to(dtype), ids) for dtype in (torch.bfloat16, torch.float32))
-    return Unmodified(ids, exact, distance(own, exact))
+    return Unmodified(ids, exact, distance(own, exact), distances(own, exact))
 
 
 @torch.inference_mode()
@@ -102,6 +104,12 @@ def _logits(model: Any, ids: list[int]) -> Tensor:
 def distance(one: Tensor, other: Tensor) -> float:
     """Between logits, norm over norm."""
     return float((one.float().cpu() - other.float().cpu()).norm() / other.float().cpu().norm())
+
+
+def distances(one: Tensor, other: Tensor) -> Tensor:
+    """Of each token's logits, [T]: norm over norm."""
+    one, other = (x.float().cpu() for x in (one, other))
+    return (one - other).norm(dim=-1) / other.norm(dim=-1)
 
 
 def greedy(llm: LLM, prompts: list[list[int]], count: int = 24) -> tuple[list[list[int]], list[int]]:
