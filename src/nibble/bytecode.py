@@ -2,15 +2,13 @@
 
 Python compiles the source of a module at its first import, and leaves bytecode beside it for the next ones. Where it
 may not, as with $PYTHONDONTWRITEBYTECODE of many container images or in folders that cannot be written, each process
-compiles torch and Transformers anew: more than 2000 modules, two thirds of the time of their imports. The first process
-that keeps them has others compile what it will come to (compile_bytecode.py), where there are processors for that.
+compiles torch and Transformers anew: more than 2000 modules, two thirds of the time of their imports.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +18,11 @@ from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path
 from threading import Lock
 
-from nibble import compile_bytecode
 from nibble.hardware import cache_folder
 
 FOLDER = "bytecode"
 LARGE = ("torch", "transformers")
 """The packages that tell whether there is bytecode."""
-COMPILED = ("sympy", "transformers", "torch")
-"""Packages whose modules other processes compile: most of what a start imports, and what it comes to last first."""
-MOST_PROCESSES = 8
 PREFIX_VARIABLE = "PYTHONPYCACHEPREFIX"
 _HEADER = 16
 """Bytes of a file of bytecode that say what it was made of: a magic number, flags, the source's time and size."""
@@ -42,8 +36,6 @@ class _Users:
     count: int = 0
     before: tuple[str | None, bool, str | None] | None = None
     """None: another folder serves."""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """That compile bytecode for the folder."""
 
     def add(self) -> None:
         with self.lock:
@@ -52,13 +44,10 @@ class _Users:
                 self.before = sys.pycache_prefix, sys.dont_write_bytecode, os.environ.get(PREFIX_VARIABLE)
                 sys.pycache_prefix, sys.dont_write_bytecode = folder, False
                 os.environ[PREFIX_VARIABLE] = folder
-                if not Path(folder).exists():
-                    self.processes = _compile_ahead(folder)
 
     def remove(self) -> None:
         with self.lock:
             self.count -= 1
-            self.processes = [process for process in self.processes if process.poll() is None]
             if self.count or self.before is None:
                 return
             sys.pycache_prefix, sys.dont_write_bytecode, variable = self.before
@@ -97,27 +86,6 @@ def _folder_needed() -> str | None:
         return None
     # A prefix may be this very folder: that of the process that started this one.
     return folder if sys.pycache_prefix in (None, folder) else None
-
-
-def _compile_ahead(folder: str) -> list[subprocess.Popen[bytes]]:
-    """Start processes that compile to a new folder."""
-    count = min((os.cpu_count() or 1) // 2, MOST_PROCESSES)
-    if count < 2:
-        return []
-    packages = [str(Path(spec.origin).parent) for spec in map(find_spec, COMPILED) if spec and spec.origin]
-    # Isolated, and without packages: this takes them 10 ms.
-    command = [sys.executable, "-I", "-S", str(compile_bytecode.__file__), folder]
-    try:
-        Path(folder).mkdir(parents=True)
-        return [
-            subprocess.Popen(
-                [*command, str(share), str(count), str(sys.flags.optimize), *packages],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )
-            for share in range(count)
-        ]  # fmt: skip
-    except OSError:
-        return []
 
 
 def _folder(specs: list[ModuleSpec]) -> Path:
