@@ -58,7 +58,7 @@ class TensorMap:
 
 
 def tensor_map(x: Tensor, box: tuple[int, ...]) -> TensorMap:
-    """Return how boxes of a tensor are copied; where their rows are 128 bytes, with 16-byte pieces swizzled within 8 rows.
+    """Return how boxes of a tensor are copied: with 16-byte pieces swizzled within 8 rows, where these are 128 bytes.
 
     Args:
         x: A tensor of 16-bit floats on a GPU, whose last dimension is dense; other strides and its address are
