@@ -18,7 +18,17 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU of SM90",
 )
 DEVICE = torch.device("cuda", 0)
-SHAPES = [(128, 64), (128, 128), (256, 320), (200, 264), (1536, 2048), (6400, 512)]
+SHAPES = [
+    (128, 64),
+    (128, 128),
+    (256, 320),
+    (200, 264),
+    (1536, 2048),
+    (6400, 512),
+    (6400, 64),
+    (6400, 192),
+    (6400, 320),
+]
 """N and K; some are no multiples of tiles."""
 
 

@@ -24,9 +24,12 @@ MANY: list[Request] = [(0, 1500), (700, 1500), (-300, 200), (37, 130), (2000, 50
 
 def attend(
     requests: list[Request], kv_format: str, dim: int, heads: int, kv_heads: int, page: int, dtype: torch.dtype,
-    params: AttentionParams, poison: bool = False,
+    params: AttentionParams, poison: bool = False, steep: slice | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest difference to attention by the book, of the largest value; of log-sum-exps it is checked."""
+    """Return the largest difference to attention by the book, of the largest value; of log-sum-exps it is checked.
+
+    steep: rows of 128 whose scores are very high at keys of a few tokens, among them the first.
+    """
     from nibble.kernels.attention import prefill_sm90 as own
 
     rng = torch.Generator(DEVICE).manual_seed(1)
@@ -38,8 +41,12 @@ def attend(
         row[: len(pages)] = pages
     fmt, one = formats.get(kv_format), torch.tensor(1.0, device=DEVICE)
     streams = []
-    for _ in "kv":
+    for name in "kv":
         values = torch.randn(sum(counts) + 1, kv_heads, page, dim, generator=rng, device=DEVICE)
+        if steep and name == "k":
+            for row, length in zip(table, lens, strict=True):
+                for token in (0, 3, length // 3, length // 2):
+                    values[row[token // page].long(), :, token % page] *= 20
         if fmt.name in {"bf16", "fp16"}:
             for row, length, count in zip(table, lens, counts, strict=True):
                 if length % page:
@@ -47,6 +54,9 @@ def attend(
         streams.append(Paged(fmt, dim, fmt.encode(values, one), one))
     k, v = streams
     q = torch.randn(sum(news), heads, dim, generator=rng, device=DEVICE).to(dtype)
+    if steep:
+        for row in range(0, len(q), 128):
+            q[row : row + 128][steep] *= 3
     if poison:
         q[5] = float("nan")
     batch = AttentionBatch.from_lens(Phase.EXTEND, 0, news, lens, table)
@@ -76,6 +86,23 @@ def test_many_items(dim: int, dtype: torch.dtype, asked: str) -> None:
     assert error < (6e-3 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("asked", ["plain", "window", "sinks", "cap"])
+@pytest.mark.parametrize("steep", [slice(None), slice(0, 64), slice(64, 128), slice(40, 41)], ids=str)
+def test_scores_far_above_those_before(dim: int, dtype: torch.dtype, asked: str, steep: slice) -> None:
+    """Tiles are weighed by peaks of those before, behind them: where these are far too low, once more."""
+    params = AttentionParams(
+        dim**-0.5,
+        window=1500 if asked == "window" else None,
+        softcap=50.0 if asked == "cap" else None,
+        sinks_H=torch.randn(8, device=DEVICE) if asked == "sinks" else None,
+    )
+    requests = [(2000, 300), (4000, 129), (0, 1100)]
+    error = attend(requests, "bf16", dim, 8, 2, 16, dtype, params, steep=steep)
+    assert error < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
 @pytest.mark.parametrize("kv_format", ["nvfp4", "mxfp4", "fp8_e4m3", "fp16"])
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
 def test_formats_and_pages(kv_format: str, page: int) -> None:
@@ -84,18 +111,19 @@ def test_formats_and_pages(kv_format: str, page: int) -> None:
     assert attend(MANY[:4], kv_format, 128, 8, 8, page, dtype, AttentionParams(128**-0.5)) < 6e-3
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_passes(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sinks", "window"), [(False, None), (True, None), (False, 600)])
+def test_passes(sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from nibble.kernels.attention import prefill_sm90 as own
 
     monkeypatch.setattr(own, "PREFILL_WORKSPACE", 512)
     sinks_H = torch.randn(8, device=DEVICE) if sinks else None
     requests = [(0, 300), (1700, 400), (5, 129), (2000, 150)]
-    params = AttentionParams(128**-0.5, sinks_H=sinks_H)
+    params = AttentionParams(128**-0.5, sinks_H=sinks_H, window=window)
     assert attend(requests, "nvfp4", 128, 8, 2, 64, torch.bfloat16, params) < 6e-3
 
 
-def test_what_is_not_a_number_stays_so() -> None:
-    attend(
-        [(100, 200), (0, 150)], "bf16", 128, 8, 2, 64, torch.bfloat16, AttentionParams(128**-0.5), poison=True
-    )
+@pytest.mark.parametrize("stored", [100, 1000])
+def test_what_is_not_a_number_stays_so(stored: int) -> None:
+    """In tiles that are masked, and in such as are weighed by peaks of those before."""
+    params = AttentionParams(128**-0.5)
+    attend([(stored, 200), (0, 150)], "bf16", 128, 8, 2, 64, torch.bfloat16, params, poison=True)

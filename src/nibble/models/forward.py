@@ -97,7 +97,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
         )
         if not is_compiled:
             compile_cache.use_cache_folder()
-            with pause_gc():
+            with pause_gc(), torch._dynamo.config.patch(_WITHOUT_GC):
                 artifact = _load_or_compile(function, arguments, options) if keep else None
                 logits, artifact = _first_call(artifact, run, arguments)
             is_compiled = True
@@ -166,6 +166,10 @@ def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options
         return loaded
     _mark_dynamic(arguments)
     return compile_cache.compile_into(path, function, arguments, options)
+
+
+# Dynamo collects garbage by itself when it is done, which takes a second or more of a large model's start.
+_WITHOUT_GC = {"run_gc_after_compile": False} if hasattr(torch._dynamo.config, "run_gc_after_compile") else {}
 
 
 def _first_call(artifact: Any, run: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, Any]:

@@ -7,14 +7,15 @@
 // Macros: STAGES, of keys and values; DIM, values of a head, 64 or 128; HALF, "bf16" or "f16", a string; and 0 or 1:
 // CAPPED, whether scores are capped; WINDOWED, whether a query sees `window` keys alone.
 #include "wgmma.cuh"
+#include "turns.cuh"
 
 constexpr int KEYS = 128, GROUPS = 2, ROWS = 64 * GROUPS;
 constexpr int COLUMN = 64, COLUMNS = DIM / COLUMN;  // values of 128 bytes; such columns of a row
 constexpr int SCORES = KEYS / 2, SUMS = DIM / 2;    // of a thread
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = KEYS * DIM * 2;
 constexpr int BARRIERS = 2 + 4 * STAGES, WARPS = 4 * GROUPS;
-constexpr float SLACK = 8;        // how far, in powers of two, scores may lie above what weights are relative to
-constexpr float MOST = 1 << 14;  // of a thread's weights of a row and a tile, which fits into 16-bit floats
+constexpr float SLACK = 8;  // how far, in powers of two, scores may lie above what weights are relative to
+constexpr float MAX_WEIGHTS = 1 << 14;  // the most that a thread's weights of a row and a tile add up to; float16 has four times as much
 
 // CUtensorMap
 struct alignas(64) TensorMap { u64 words[16]; };
@@ -66,8 +67,8 @@ DEVICE void copy(u32 to, const TensorMap* map, int rows, int y, int z, u32 barri
 // ---- the thread that copies ---------------------------------------------------------------------------
 
 DEVICE void produce(
-    const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Item* items, const int* shares, int heads,
-    int group, int window, u32 q, u32 k, u32 v, Barriers barriers) {
+    const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Item* items, const int* shares,
+    int heads, int group, int window, u32 q, u32 k, u32 v, Barriers barriers) {
   int step = 0;
   for (int turn = 0, i; (i = item_of(shares, turn)) >= 0; turn++) {
     Item item = items[i / heads];
@@ -106,19 +107,6 @@ struct State {
     peak[0] = peak[1] = LOWEST, total[0] = total[1] = 0;
   }
 };
-
-// The tensor cores get a tile's products of one warpgroup, then of the other, so that these are out of step: weights of
-// one are computed beside products of the other. own: 1 or 2.
-DEVICE void await_turn(int own) { asm volatile("bar.sync %0,256;" :: "r"(own) : "memory"); }
-DEVICE void end_turn(int own) { asm volatile("bar.arrive %0,256;" :: "r"(3 - own) : "memory"); }
-
-// Whether it is so in one of the warpgroup's threads.
-DEVICE bool any_of_warpgroup(bool x, int own) {
-  int any;
-  asm volatile("{\n.reg .pred p,q;\nsetp.ne.s32 q,%1,0;\nbar.red.or.pred p,%2,128,q;\nselp.s32 %0,1,0,p;\n}"
-               : "=r"(any) : "r"(int(x)), "r"(own + 2) : "memory");
-  return any;
-}
 
 DEVICE void start_scores(float (&scores)[SCORES], u32 q, u32 k) {
   u64 a = matrix_at(q), b = matrix_at(k);
@@ -177,14 +165,16 @@ DEVICE void weigh(float (&scores)[SCORES], State& state, float scale, float (&re
   for (int r = 0; r < 2; r++) state.total[r] = state.total[r] * rescale[r] + added[2 * r] + added[2 * r + 1];
 }
 
-// The same without a look at peaks, which takes a fifth of the time, and is hardly ever needed. Returns whether the peaks
-// do: if not, scores are lost, and the state is as before. Goes on when all weights are there, as hold() does.
-DEVICE bool weigh_by_peaks(float (&scores)[SCORES], State& state, float scale, int own) {
+// The same without a look for higher peaks, which takes a fifth of the time, and finds one in few tiles. Returns whether
+// the peaks will do: if not, scores are lost, and the state is as before. Goes on when all weights are there, as hold()
+// does. rows: how many there are from the thread's first on; what lies behind an item's rows does not count.
+DEVICE bool weigh_by_peaks(float (&scores)[SCORES], State& state, float scale, int rows, int warpgroup) {
   float added[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - state.peak[i / 2 % 2]);
   float upper = added[0] + added[1], lower = added[2] + added[3];
-  if (any_of_warpgroup(!(fmaxf(upper, lower) <= MOST), own)) return false;
+  bool is_high = (rows > 0 && !(upper <= MAX_WEIGHTS)) || (rows > 8 && !(lower <= MAX_WEIGHTS));
+  if (any_of_warpgroup(is_high, warpgroup)) return false;
   state.total[0] += upper, state.total[1] += lower;
   return true;
 }
@@ -265,9 +255,9 @@ DEVICE void store(
 DEVICE void consume(
     const Item* items, const int* shares, int heads, int window, float scale, float cap, const float* sinks, u16* out,
     float* lse, int lse_stride, u32 q, u32 k, u32 v, Barriers barriers) {
-  int lane = threadIdx.x % 32, own = threadIdx.x / 128, first = own * 64 - 64, step = 0;
+  int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1, first = warpgroup * 64, step = 0;
   q += first * SWIZZLED;
-  if (own == 2) end_turn(own);
+  if (warpgroup == 1) end_turn(warpgroup);
   for (int turn = 0, i; (i = item_of(shares, turn)) >= 0; turn++) {
     const Item* item = items + i / heads;
     Span span(*item, window);
@@ -294,9 +284,9 @@ DEVICE void consume(
     barrier_wait(barriers.q_full(), turn & 1);
     if (span.start < span.stop) {
       barrier_wait(barriers.k_full(step % STAGES), step / STAGES & 1);
-      await_turn(own);
+      await_turn(warpgroup);
       start_scores(scores, q, k + step % STAGES * TILE_BYTES);
-      end_turn(own);
+      end_turn(warpgroup);
       wgmma_wait<0>();
       keep(scores);
       release(barriers.k_empty(step % STAGES));
@@ -308,17 +298,17 @@ DEVICE void consume(
         int stage = step % STAGES, next = (step + 1) % STAGES;
         barrier_wait(barriers.k_full(next), (step + 1) / STAGES & 1);
         barrier_wait(barriers.v_full(stage), step / STAGES & 1);
-        await_turn(own);
+        await_turn(warpgroup);
         start_scores(scores, q, k + next * TILE_BYTES);
         start_sums(state, weights, v + stage * TILE_BYTES);
-        end_turn(own);
+        end_turn(warpgroup);
         wgmma_wait<1>();
         keep(scores);
         // Rows that see no key of masked tiles have no peak before the first of the others.
         bool rises = tile + 1 >= masked;
         if (!rises) {
           limit(tile);
-          rises = !weigh_by_peaks(scores, state, scale, own);
+          rises = !weigh_by_peaks(scores, state, scale, item->rows - row, warpgroup);
           if (rises) {
             start_scores(scores, q, k + next * TILE_BYTES);
             wgmma_wait<0>();
@@ -340,9 +330,9 @@ DEVICE void consume(
       }
       int stage = step % STAGES;
       barrier_wait(barriers.v_full(stage), step / STAGES & 1);
-      await_turn(own);
+      await_turn(warpgroup);
       start_sums(state, weights, v + stage * TILE_BYTES);
-      end_turn(own);
+      end_turn(warpgroup);
       wgmma_wait<0>();
       keep(state.sums);
       release(barriers.v_empty(stage));
@@ -355,10 +345,10 @@ DEVICE void consume(
 
 // ---- the kernel ---------------------------------------------------------------------------------------
 
-// Arguments: maps of the queries [T, H, D], keys [L, G, D] and values [L, G, D]; items; shares of items, of blocks in
-// each turn; sinks [H] or null; the output
-// [T, H, D]; log-sum-exps [H, T] or null, and their stride. scale: of scores, times LOG2E; cap: what scores are capped at before they are
-// scaled. A head of keys and values serves `group` heads of queries.
+// Arguments: maps of the queries [T, H, D], keys [L, G, D] and values [L, G, D]; items; what each block takes in each turn
+// (item_of); sinks [H] or null; the output [T, H, D]; log-sum-exps [H, T] or null, and their stride. scale: of scores,
+// times LOG2E; cap: what scores are capped at before they are scaled. A head of keys and values serves `group` heads of
+// queries.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) prefill_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const Item* items, const int* shares, const float* sinks, u16* out,

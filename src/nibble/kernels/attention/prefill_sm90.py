@@ -169,7 +169,7 @@ def _tiles(item: tuple[int, ...], window: int | None) -> int:
     """Return how many tiles the rows of an item see."""
     _, rows, _, keys, visible, *_ = item
     stop = cdiv(max(min(keys, visible + rows - 1), 0), KEYS)
-    return stop - (max(visible - window, 0) // KEYS if window else 0)
+    return stop - (min(max(visible - window, 0) // KEYS, stop) if window else 0)
 
 
 def share_out(tiles: Sequence[int], heads: int, processors: int) -> list[list[int]]:

@@ -13,7 +13,7 @@
 //   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
 //            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
 //   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
-//   START    with ROUTED: the step of a warp's first tile at which the next kernel may start
+//   START    with ROUTED: the step of a block's first warp, or its last one, at which the next kernel may start
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.
@@ -110,14 +110,14 @@ DEVICE int share_out(const long long* chosen, int choices, int experts, Share* s
 }
 
 // What a lane of a block's first warp has of a single token's logits.
-struct Keys {
+struct TokenKeys {
   static constexpr int VALUES = (ROUTED + 31) / 32 + !ROUTED;
   u32 keys[VALUES], mine;
   u32 shared;  // the logit behind all others, in all lanes
 };
 
 // Choose the experts of a single token, by its logits.
-DEVICE int choose_out(const u16* logits, int choices, int has_shared, Share* shares, int* list, Keys& own) {
+DEVICE int choose_out(const u16* logits, int choices, int has_shared, Share* shares, int* list, TokenKeys& own) {
   if (threadIdx.x < 32) {
     const int s = threadIdx.x;
     u32 all[ROUTED / 32 + 1];
@@ -132,7 +132,7 @@ DEVICE int choose_out(const u16* logits, int choices, int has_shared, Share* sha
 }
 
 // Write down what the first warp of a kernel chose.
-DEVICE void write_choices(const Keys& own, int choices, int is_normalized, int has_shared, long long* chosen,
+DEVICE void write_choices(const TokenKeys& own, int choices, int is_normalized, int has_shared, long long* chosen,
                           u16* weights) {
   const int s = threadIdx.x, top_k = choices - has_shared;
   const float weight = weight_of(own.mine, own.keys, top_k, is_normalized);
@@ -142,7 +142,7 @@ DEVICE void write_choices(const Keys& own, int choices, int is_normalized, int h
   publish();
 }
 
-// The same where experts are given.
+// Shares of a single token whose experts are given.
 DEVICE int share_out_one(const long long* chosen, int choices, int experts, Share* shares, int* list) {
   for (int s = threadIdx.x; s < choices; s += THREADS) {
     const long long expert = EARLY ? read_64(chosen + s) : chosen[s];
@@ -187,7 +187,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, COLUMNS == 8 || 
   if (places && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < choices; s += THREADS) places[s] = s;
   }
-  Keys keys;
+  TokenKeys keys;
   const int share_count =
       ROUTED ? choose_out(logits, choices, has_shared, shares, list, keys)
       : ONE || choices == top_k ? share_out_one(chosen, choices, experts, shares, list)

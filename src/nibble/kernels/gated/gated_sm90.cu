@@ -9,14 +9,16 @@
 // Macros: STAGES, of inputs; ROUND_SILU, 0 or 1: whether silu is rounded before it is a factor.
 #include "bits.cuh"
 #include "cluster.cuh"
+#include "turns.cuh"
 #include "wgmma_ss.cuh"
 
-constexpr int BLOCKS = 2, GROUPS = 2, WARPS = 4;               // of a cluster; of a block; of a warpgroup
-constexpr int ROWS = 128, OUTPUTS = 88, INPUTS = 64;           // of a block's tile; and of a stage
-constexpr int HALF = 64, HALVES = ROWS / HALF;                 // rows of a product
-constexpr int SUMS = OUTPUTS;                                  // of a thread and a product: gates, then as many factors
+constexpr int BLOCKS = 2, GROUPS = 2, GROUP_WARPS = 4;  // of a cluster; of a block; of a warpgroup
+constexpr int ROWS = 128, OUTPUTS = 88, INPUTS = 64;    // of a block's tile; and of a stage
+constexpr int PRODUCT_ROWS = 64, PRODUCTS = ROWS / PRODUCT_ROWS;
+constexpr int SUMS = OUTPUTS;  // of a thread and a product: gates, then as many factors
 constexpr int X_BYTES = ROWS * SWIZZLED, MATRIX_BYTES = OUTPUTS * SWIZZLED, STAGE_BYTES = X_BYTES + 2 * MATRIX_BYTES;
 constexpr int WARP_ROWS = 16, OUT_BYTES = OUTPUTS * 2, BUFFER_BYTES = WARP_ROWS * OUT_BYTES;  // a warp's outputs
+static_assert(OUT_BYTES != SWIZZLED, "rows of outputs are not swizzled (tensor_map.py)");
 
 struct Sizes {
   int rows, columns;  // tiles of a cluster
@@ -86,15 +88,15 @@ DEVICE void wgmma(float (&d)[SUMS], u32 a, u32 b, int add) {
       : OUT_40(d, 0), OUT_40(d, 40), OUT_8(d, 80) : "l"(descriptor(a)), "l"(descriptor(b)), "r"(add));
 }
 
-DEVICE void multiply(float (&sums)[HALVES][SUMS], u32 a, u32 b, bool is_first) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+DEVICE void multiply(float (&sums)[PRODUCTS][SUMS], u32 a, u32 b, bool is_first) {
+  wgmma_fence();
 #pragma unroll
   for (int j = 0; j < INPUTS / 16; j++) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++)
-      wgmma(sums[h], behind(a, h * HALF * SWIZZLED + 32 * j), behind(b, 32 * j), j > 0 || !is_first);
+    for (int h = 0; h < PRODUCTS; h++)
+      wgmma(sums[h], behind(a, h * PRODUCT_ROWS * SWIZZLED + 32 * j), behind(b, 32 * j), j > 0 || !is_first);
   }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  wgmma_commit();
 }
 
 DEVICE void arrive_in_block(u32 barrier) {
@@ -138,18 +140,14 @@ DEVICE void store(const float (&sums)[SUMS], const TensorMap& map, u32 buffer, i
   }
 }
 
-// A warpgroup's turn to multiply comes when the other has no stage left to wait for.
-DEVICE void await_turn(int group) { asm volatile("bar.sync %0,256;" :: "r"(1 + group) : "memory"); }
-DEVICE void end_turn(int group) { asm volatile("bar.arrive %0,256;" :: "r"(2 - group) : "memory"); }
-
 DEVICE void consume(
     const TensorMap& out_map, const Sizes& sizes, u32 stages, u32 buffers, Barriers barriers, int rank) {
-  int lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % WARPS;
+  int lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % GROUP_WARPS;
   u32 a = matrix_at(stages), b = matrix_at(stages + X_BYTES);
   u32 empty = in_block(barriers.empty(0), lane % BLOCKS);
-  u32 buffer = buffers + (group * WARPS + warp) * BUFFER_BYTES;
+  u32 buffer = buffers + (group * GROUP_WARPS + warp) * BUFFER_BYTES;
   Place place;
-  float sums[HALVES][SUMS];
+  float sums[PRODUCTS][SUMS];
 
   auto multiply_stage = [&](bool is_first) {
     barrier_wait(barriers.full(place.stage), place.parity);
@@ -165,7 +163,7 @@ DEVICE void consume(
   }
   int clusters = gridDim.x / BLOCKS;
   for (int i = blockIdx.x / BLOCKS + group * clusters; i < sizes.tiles(); i += GROUPS * clusters) {
-    await_turn(group);
+    await_turn(group);  // until the other has no stage left to wait for
     multiply_stage(true);
 #pragma unroll 1
     for (int k = 1; k < sizes.steps; k++) {
@@ -183,9 +181,9 @@ DEVICE void consume(
     place.skip(sizes.steps);
     Tile tile(i, sizes);
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
+    for (int h = 0; h < PRODUCTS; h++) {
       keep(sums[h]);
-      int row = (tile.row * BLOCKS + rank) * ROWS + h * HALF + warp * WARP_ROWS;
+      int row = (tile.row * BLOCKS + rank) * ROWS + h * PRODUCT_ROWS + warp * WARP_ROWS;
       store(sums[h], out_map, buffer, row, tile.column * OUTPUTS, lane);
     }
   }
@@ -208,8 +206,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(128 
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * STAGES; i++)
       // A block's own thread fills a stage, and the warps of a warpgroup of both blocks empty it.
-      asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;"
-                   :: "r"(barriers.first + 8 * i), "r"(i < STAGES ? 1 : BLOCKS * WARPS) : "memory");
+      barrier_init(barriers.first + 8 * i, i < STAGES ? 1 : BLOCKS * GROUP_WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
