@@ -50,7 +50,7 @@ def test_each_kernel_computes_what_the_definition_says(name: str) -> None:
     matrix = merged([matrix_of(kind, rows, size) for rows, size in ((256, 1.0), (128, 8.0))])
     prepare = Preparation([matrix])
     packed, locks = prepare(matrix)
-    prepare.test()
+    prepare.test([(packed, locks)])
     assert packed.codes.nbytes == matrix.codes.nbytes
     assert packed.scale.nbytes == matrix.scale.nbytes or kind.activations is Activations.GROUP
     x = torch.randn(5, 512, device="cuda").bfloat16()

@@ -37,7 +37,7 @@ USUAL: dict[str, Any] = {"kv_memory": "8MiB", "max_running": 8, "max_context": 4
 
 def parts_of(runner: ModelRunner) -> list[Any]:
     return [
-        *warmup.tests_of(runner),
+        *warmup.tests_of(runner, 8192),
         partial(warmup_steps.run_chunks, runner, 8192, 300),
         partial(warmup_steps.run_drafts, runner, 300, 7),
         partial(rehearsal.rehearse_graphs, runner, (2, 4, 8, 24), ()),

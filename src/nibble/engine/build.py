@@ -60,6 +60,7 @@ from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
 from nibble.models.hub import local_folder, pinned, split_head
+from nibble.models.linear import test_kernels
 from nibble.models.observe import context_limits
 from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
@@ -444,6 +445,8 @@ def _most_tokens(parts: EngineParts) -> int:
 def _measure(
     engine_plan: EnginePlan, model: nn.Module, prompts: Sequence[Sequence[int]], most: int, rank: Rank | None
 ) -> KVScales:
+    # Scales are measured with packed layers: not before their kernels have passed their test.
+    test_kernels(model, engine_plan.budget.step_tokens)
     scales, spec = measure(engine_plan, model, rank, prompts, most), engine_plan.model_spec
     for store in engine_plan.plan.stores:
         own = kv_scales.part(scales, store, spec.kv_heads, *astuple(rank.shard)) if rank else scales

@@ -79,7 +79,7 @@ class Follower:
         """Run the start-up test over the pool of this rank."""
         from nibble.engine.warmup import tests_of
 
-        for run in tests_of(self.runner):
+        for run in tests_of(self.runner, self.start.engine_plan.budget.step_tokens):
             run()
 
     def check_memory(self) -> None:

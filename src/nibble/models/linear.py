@@ -45,7 +45,7 @@ PACKED_FOR = 8
 GATE_UP = "gate_up_proj"
 """What families call a layer that computes both."""
 KERNELS = "nibble_kernels"
-"""The attribute of a model that tests the kernels of its packed layers."""
+"""The attribute of a model with the Preparation of its packed layers."""
 VECTOR = 32
 """Most values that torch's vectorised functions take at once on a CPU."""
 
@@ -397,7 +397,7 @@ def expected_keys(config: PretrainedConfig, quantization: Quantization, packer: 
 def prepare_quantized(model: nn.Module) -> None:
     """Bring the packed layers of a model on a GPU into the layout of their kernels, in place.
 
-    Kernels are compiled meanwhile; attribute KERNELS of the model has test(), for when nothing else is left to do.
+    Kernels are compiled meanwhile; test_kernels() waits for them.
 
     Raises:
         BackendError: They cannot be.
@@ -409,6 +409,21 @@ def prepare_quantized(model: nn.Module) -> None:
     for layer in layers:  # one after the other: nothing else holds what was there before
         layer.set(*prepare(layer.matrix))
     setattr(model, KERNELS, prepare)
+
+
+def test_kernels(model: nn.Module, most_rows: int) -> None:
+    """Hold the kernels of a model's packed layers against their definition, once, over the layers as they are served.
+
+    Args:
+        model: from prepare_quantized().
+        most_rows: tokens of a step, at most.
+
+    Raises:
+        BackendError: one does not compile, or is wrong.
+    """
+    if kernels := getattr(model, KERNELS, None):
+        served = [(layer.matrix, layer.locks) for layer in quantized_layers(model)]
+        kernels.test(served, most_rows)
 
 
 def prepare_linears(model: Any, *, deterministic: bool = False) -> None:

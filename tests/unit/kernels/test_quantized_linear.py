@@ -42,7 +42,7 @@ def served(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
     """In the layout of its kernels, which have passed their test."""
     prepare = Preparation([matrix])
     prepared = prepare(matrix)
-    prepare.test()
+    prepare.test([prepared])
     return prepared
 
 
@@ -221,6 +221,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     def settings(config: Any, shape_m: int, device: Any) -> dict[str, int]:
         return {"rows": 16 if shape_m <= 16 else 64}
 
+    for name in ("_kernels", "_compiling"):
+        monkeypatch.setattr(operation._humming(), name, {})
     launcher = SimpleNamespace(launch_kernel=stand_in.launch)
     module("humming", ops=launcher)
     module("humming.schema", HummingWeightSchema=SimpleNamespace, HummingInputSchema=SimpleNamespace)
@@ -241,9 +243,9 @@ def test_the_library_is_given_what_it_should_multiply(name: str, is_merged: bool
     matrix = merged([matrix_of(name), matrix_of(name)]) if is_merged else matrix_of(name)
     others = [matrix, replace(matrix)]
     prepare = Preparation(others)
-    (packed, locks), _ = prepare(others[0]), prepare(others[1])
+    (packed, locks), other = prepare(others[0]), prepare(others[1])
     assert not library.launches
-    prepare.test()
+    prepare.test([(packed, locks), other])
     assert packed.layout and packed.shape == matrix.shape
     assert packed.nbytes == matrix.nbytes or is_merged or name == "fp8a8"
     # Each kernel twice, for the first of two matrices that are alike.
@@ -406,7 +408,7 @@ def test_kernels_that_are_compiled_ahead_fail_where_they_are_needed(
         with pytest.raises(BackendError, match="does not compile"):
             quantized_linear(x, packed, locks)
         with pytest.raises(BackendError, match="does not compile"):
-            prepare.test()
+            prepare.test([(packed, locks)])
     assert served(matrix)[0].layout
 
 
@@ -428,7 +430,7 @@ def test_only_launches_wait_for_kernels(library: Library, monkeypatch: pytest.Mo
         packed, locks = prepare(matrix)
         with ahead.rehearsal():
             assert not quantized_linear(x, packed, locks).any()
-            prepare.test()
+            prepare.test([(packed, locks)])
         assert not library.launches
         Timer(0.2, compiled.set).start()
         torch.testing.assert_close(quantized_linear(x, packed, locks), expected)
@@ -436,7 +438,7 @@ def test_only_launches_wait_for_kernels(library: Library, monkeypatch: pytest.Mo
     finally:
         compiled.set()
     with pytest.raises(BackendError, match="17 rows times"):
-        prepare.test()
+        prepare.test([(packed, locks)])
 
 
 def test_a_kernel_that_takes_a_row_for_another_is_refused(library: Library) -> None:
@@ -459,3 +461,26 @@ def test_a_library_that_fails_says_what_would_work(library: Library, monkeypatch
     with pytest.raises(BackendError, match=r"no NVRTC.*--quantized-weights unpacked"):
         served(matrix_of("int4"))
     assert operation.TOLERANCE == 0.01
+
+
+def test_what_is_served_is_tested_for_the_rows_of_steps(library: Library) -> None:
+    first, second = matrix_of("int4"), matrix_of("int4", 256)
+    prepare = Preparation([first, second])
+    (packed, locks), other = prepare(first), prepare(second)
+    with pytest.raises(BackendError, match="1 rows times"):
+        prepare.test([(replace(packed, scale=torch.zeros_like(packed.scale)), locks), other])
+    library.launches.clear()
+    prepare.test([(packed, locks), other], most_rows=16)
+    assert library.launches == [1, 1] * 2, "no step has 17 rows"
+    prepare.test([])
+    assert len(library.launches) == 4, "once"
+
+
+def test_a_launch_that_fails_says_what_to_do(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**arguments: Any) -> Tensor:
+        raise AssertionError("invalid device image")
+
+    packed, locks = served(matrix_of("int4"))
+    monkeypatch.setattr(sys.modules["humming"].ops, "launch_kernel", fail)  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match=r"invalid device image.*--quantized-weights unpacked"):
+        quantized_linear(torch.ones(1, 256).bfloat16(), packed, locks)

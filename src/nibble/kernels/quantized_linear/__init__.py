@@ -9,15 +9,16 @@ Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import ahead
+from nibble.kernels import UNBOUNDED, ahead
 from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import Activations, WeightFormat
@@ -71,28 +72,36 @@ def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KernelTest:
-    """A matrix in the layout of its kernels, and what they should compute."""
+    """What kernels should compute with a matrix."""
 
-    matrix: PackedMatrix
-    locks: Tensor
+    number: int
+    """Of the matrix, in the order of preparation."""
     x: Tensor
     """[TEST_ROWS, K]."""
     expected: Tensor
     """[TEST_ROWS, N], by the definition over the matrix as it is stored."""
 
-    def run(self) -> None:
-        """Raise BackendError unless each kernel computes that, for the least number of rows that calls it."""
-        matrix, generator = self.matrix, torch.Generator(self.x.device).manual_seed(1)
+    def run(self, matrix: PackedMatrix, locks: Tensor, most_rows: int) -> None:
+        """Raise BackendError unless each kernel computes that, for the least number of rows that calls it.
+
+        Args:
+            matrix: As it is served, in the layout of its kernels.
+            locks: Of its products.
+            most_rows: That will be multiplied; kernels for more are left out.
+        """
+        generator = torch.Generator(self.x.device).manual_seed(1)
         sizes = (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS)
         own = [tokens for tokens in sizes if _implementation(matrix, tokens) is not None]
         for tokens in (*own, *_humming().rows_of(matrix)):
+            if tokens > most_rows:
+                continue
             # In no order, so that a kernel that takes a row for another fails.
             rows = torch.randint(len(self.x), (tokens,), generator=generator, device=self.x.device)
             x, expected = self.x[rows], self.expected[rows]
             norm = float(torch.linalg.vector_norm(expected, dtype=torch.float32))
             # Twice, as a kernel must leave its locks as they were.
             for _ in range(2):
-                difference = quantized_linear(x, matrix, self.locks).sub_(expected)
+                difference = quantized_linear(x, matrix, locks).sub_(expected)
                 error = float(torch.linalg.vector_norm(difference, dtype=torch.float32))
                 # A matrix of zeros is right, too.
                 if not error <= TOLERANCE * norm:
@@ -113,26 +122,32 @@ class Preparation:
     def __init__(self, matrices: Iterable[PackedMatrix]) -> None:
         """Begin to compile the kernels of matrices in the layout NAIVE."""
         self._tests: dict[KernelKey, KernelTest] = {}
+        self._count = 0
         _humming().explained(lambda: _humming().compile_all(matrices))
 
     def __call__(self, matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
         """Return one of them in the layout of its kernels, and the int32 locks of its products."""
-        packed, locks = _humming().explained(lambda: _humming().prepare(matrix))
-        # The first of each shape and format: then its bytes are gone, and a test needs kernels.
+        # With the first of each shape and format: its bytes will be gone, and a test needs kernels.
         if matrix.key not in self._tests:
             x = _test_inputs(matrix)
-            self._tests[matrix.key] = KernelTest(packed, locks, x, expected_product(x, matrix))
-        return packed, locks
+            self._tests[matrix.key] = KernelTest(self._count, x, expected_product(x, matrix))
+        self._count += 1
+        packed: tuple[PackedMatrix, Tensor] = _humming().explained(lambda: _humming().prepare(matrix))
+        return packed
 
-    def test(self) -> None:
-        """Raise BackendError unless kernels compute what the definition says; wait for them. It is to be called once.
+    def test(self, served: Sequence[tuple[PackedMatrix, Tensor]], most_rows: int = UNBOUNDED) -> None:
+        """Raise BackendError unless kernels compute what the definition says; wait for them.
 
-        In a rehearsal it does nothing.
+        In a rehearsal it does nothing, nor when it has been called before.
+
+        Args:
+            served: What was returned for each matrix, in order, as it is served.
+            most_rows: That will be multiplied at a time.
         """
-        if ahead.is_rehearsal():
+        if ahead.is_rehearsal() or not self._tests:
             return
         for test in self._tests.values():
-            _humming().explained(test.run)
+            _humming().explained(partial(test.run, *served[test.number], most_rows))
         self._tests.clear()
         # Products of thousands of rows, of whose sizes nothing else may be.
         torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from threading import Lock
 from typing import Any, TypeVar
@@ -190,7 +190,10 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> None:
     for key, device in devices.items():
         compile_ahead([key], device)
     for key, device in devices.items():
-        use(_compiling.pop((key, device)), layer_config(key, device).to_str(), device)
+        layout, kernels = layer_config(key, device).to_str(), _compiling.pop((key, device))
+        # Another model of the process may multiply by kernels that are there.
+        if not isinstance(_kernels.get((layout, device)), Tensor):
+            use(kernels, layout, device)
 
 
 def rows_of(matrix: PackedMatrix) -> list[int]:
@@ -265,7 +268,8 @@ def quantized_linear(x_TK: Tensor, x_scale: Tensor | None, matrix: PackedMatrix,
     from humming import ops
 
     scale, scales = matrix.scale, matrix.format.scales
-    y_TN: Tensor = ops.launch_kernel(
+    launch = partial(
+        ops.launch_kernel,
         configs=_kernels_of(matrix),
         inputs=x_TK.contiguous(),
         weight=matrix.codes,
@@ -275,4 +279,5 @@ def quantized_linear(x_TK: Tensor, x_scale: Tensor | None, matrix: PackedMatrix,
         zero_point=matrix.zero,
         locks=locks,
     )
+    y_TN: Tensor = explained(launch)
     return y_TN
