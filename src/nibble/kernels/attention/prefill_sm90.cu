@@ -7,7 +7,6 @@
 // Macros: STAGES, of keys and values; DIM, values of a head, 64 or 128; HALF, "bf16" or "f16", a string; and 0 or 1:
 // CAPPED, whether scores are capped; WINDOWED, whether a query sees `window` keys alone.
 #include "wgmma.cuh"
-#include "turns.cuh"
 
 constexpr int KEYS = 128, GROUPS = 2, ROWS = 64 * GROUPS;
 constexpr int COLUMN = 64, COLUMNS = DIM / COLUMN;  // values of 128 bytes; such columns of a row
@@ -16,9 +15,6 @@ constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = KEYS * DIM * 2;
 constexpr int BARRIERS = 2 + 4 * STAGES, WARPS = 4 * GROUPS;
 constexpr float SLACK = 8;  // how far, in powers of two, scores may lie above what weights are relative to
 constexpr float MAX_WEIGHTS = 1 << 14;  // the most that a thread's weights of a row and a tile add up to; float16 has four times as much
-
-// CUtensorMap
-struct alignas(64) TensorMap { u64 words[16]; };
 
 // Rows of a request's queries and what they see.
 struct alignas(16) Item {
@@ -37,6 +33,10 @@ struct Barriers {
   DEVICE u32 v_full(int stage) const { return first + 8 * (2 + 2 * STAGES + stage); }
   DEVICE u32 v_empty(int stage) const { return first + 8 * (2 + 3 * STAGES + stage); }
 };
+
+DEVICE Item uniform(const Item& item) {
+  return {uniform(item.row), uniform(item.rows), uniform(item.key), uniform(item.keys), uniform(item.visible), {}};
+}
 
 // The tiles of keys that an item's rows see.
 struct Span {
@@ -109,7 +109,7 @@ struct State {
 };
 
 DEVICE void start_scores(float (&scores)[SCORES], u32 q, u32 k) {
-  u64 a = matrix_at(q), b = matrix_at(k);
+  u32 a = matrix_at(q), b = matrix_at(k);
   wgmma_fence();
 #pragma unroll
   for (int j = 0; j < DIM / 16; j++) {
@@ -200,7 +200,7 @@ DEVICE void pack(u32 (&weights)[KEYS / 4], const float (&scores)[SCORES]) {
 }
 
 DEVICE void start_sums(State& state, const u32 (&weights)[KEYS / 4], u32 v) {
-  u64 b = matrix_at(v, KEYS * SWIZZLED);
+  u32 b = matrix_at(v, KEYS * SWIZZLED);
   wgmma_fence();
 #pragma unroll
   for (int j = 0; j < KEYS / 16; j++) wgmma_by_rows(state.sums, weights + 4 * j, behind(b, j * 16 * SWIZZLED));
@@ -255,15 +255,15 @@ DEVICE void store(
 DEVICE void consume(
     const Item* items, const int* shares, int heads, int window, float scale, float cap, const float* sinks, u16* out,
     float* lse, int lse_stride, u32 q, u32 k, u32 v, Barriers barriers) {
-  int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1, first = warpgroup * 64, step = 0;
+  int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128) - 1, first = warpgroup * 64, step = 0;
   q += first * SWIZZLED;
   if (warpgroup == 1) end_turn(warpgroup);
-  for (int turn = 0, i; (i = item_of(shares, turn)) >= 0; turn++) {
-    const Item* item = items + i / heads;
-    Span span(*item, window);
+  for (int turn = 0, i; (i = uniform(item_of(shares, turn))) >= 0; turn++) {
+    const Item item = uniform(items[i / heads]);
+    Span span(item, window);
     // Tiles from here on, and with a window those before another, hold keys that some of the rows do not see.
-    int masked = max(min(item->keys, item->visible + first), 0) / KEYS;
-    int windowed = WINDOWED ? (max(item->visible + first + 63 - window, 0) + KEYS - 1) / KEYS : 0;
+    int masked = max(min(item.keys, item.visible + first), 0) / KEYS;
+    int windowed = WINDOWED ? (max(item.visible + first + 63 - window, 0) + KEYS - 1) / KEYS : 0;
     int row = first + threadIdx.x / 32 % 4 * 16 + lane / 4;
     State state;
     float scores[SCORES], rescale[2];
@@ -275,7 +275,7 @@ DEVICE void consume(
       for (int j = 0; j < SCORES; j++) scores[j] = cap - 2 * cap * rcp(1 + ex2(scores[j] * (2 * LOG2E / cap)));
 #endif
       if (tile >= masked || tile < windowed)
-        mask(scores, tile * KEYS, item->keys, item->visible + row, window, lane);
+        mask(scores, tile * KEYS, item.keys, item.visible + row, window, lane);
     };
     auto release = [&](u32 barrier) {
       if (lane == 0) barrier_arrive(barrier);
@@ -308,7 +308,7 @@ DEVICE void consume(
         bool rises = tile + 1 >= masked;
         if (!rises) {
           limit(tile);
-          rises = !weigh_by_peaks(scores, state, scale, item->rows - row, warpgroup);
+          rises = !weigh_by_peaks(scores, state, scale, item.rows - row, warpgroup);
           if (rises) {
             start_scores(scores, q, k + next * TILE_BYTES);
             wgmma_wait<0>();
@@ -339,7 +339,7 @@ DEVICE void consume(
       step++;
     }
     if (span.stop - span.start < 2) release(barriers.q_empty());
-    store(state, sinks, out, lse, *item, row, i % heads, heads, lse_stride, lane);
+    store(state, sinks, out, lse, item, row, i % heads, heads, lse_stride, lane);
   }
 }
 

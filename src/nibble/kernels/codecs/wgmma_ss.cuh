@@ -1,10 +1,6 @@
-// Products of warpgroups whose matrices both lie in shared memory (SM90a): stages that the tensor copy engine fills, and
-// where matrices lie in them. After bits.cuh; STAGES is a macro.
-
-constexpr int SWIZZLED = 128, EIGHT_ROWS = 1024;  // bytes of a row, and of what the swizzle repeats in
-
-// CUtensorMap
-struct alignas(64) TensorMap { u64 words[16]; };
+// Products of warpgroups whose matrices both lie in shared memory (SM90a): stages that the tensor copy engine fills. After
+// bits.cuh; STAGES is a macro.
+#include "warpgroups.cuh"
 
 // Two barriers of each stage: it is full, and it is empty again.
 struct Barriers {
@@ -54,26 +50,6 @@ DEVICE void copy_once(u32 to, const TensorMap& map, int y, int x, u32 barrier) {
       "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy,1.0;\n"
       COPY ".L2::cache_hint [%0],[%1,{%2,%3}],[%4],policy;\n}"
       :: "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier) : "memory");
-}
-
-// Where a matrix lies is in the lower half of a descriptor alone; the upper one is the same for all.
-DEVICE u32 matrix_at(u32 address) { return 1 << 16 | address >> 4; }
-DEVICE u32 behind(u32 matrix, int bytes) { return matrix + (bytes >> 4); }
-DEVICE u64 descriptor(u32 matrix) {
-  constexpr u64 swizzle_128 = 1ull << 62;
-  return swizzle_128 | u64(EIGHT_ROWS >> 4) << 32 | matrix;
-}
-
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LATER> DEVICE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LATER) : "memory");
-}
-
-// Sums stay where they are until a wait: the compiler must not move what uses them in front of it.
-template <int N> DEVICE void keep(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // An address of another block of the cluster.

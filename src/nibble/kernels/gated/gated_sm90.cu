@@ -9,7 +9,6 @@
 // Macros: STAGES, of inputs; ROUND_SILU, 0 or 1: whether silu is rounded before it is a factor.
 #include "bits.cuh"
 #include "cluster.cuh"
-#include "turns.cuh"
 #include "wgmma_ss.cuh"
 
 constexpr int BLOCKS = 2, GROUPS = 2, GROUP_WARPS = 4;  // of a cluster; of a block; of a warpgroup
@@ -72,8 +71,6 @@ DEVICE void produce(
 
 // ---- the warpgroups that multiply -----------------------------------------------------------------------
 
-#define OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define OUT_8(d, i) OUT_4(d, i), OUT_4(d, i + 4)
 #define OUT_40(d, i) OUT_8(d, i), OUT_8(d, i + 8), OUT_8(d, i + 16), OUT_8(d, i + 24), OUT_8(d, i + 32)
 
 // d (+)= A B^T, for A of 64 x 16 and B of 176 x 16.
@@ -142,7 +139,7 @@ DEVICE void store(const float (&sums)[SUMS], const TensorMap& map, u32 buffer, i
 
 DEVICE void consume(
     const TensorMap& out_map, const Sizes& sizes, u32 stages, u32 buffers, Barriers barriers, int rank) {
-  int lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % GROUP_WARPS;
+  int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % GROUP_WARPS;
   u32 a = matrix_at(stages), b = matrix_at(stages + X_BYTES);
   u32 empty = in_block(barriers.empty(0), lane % BLOCKS);
   u32 buffer = buffers + (group * GROUP_WARPS + warp) * BUFFER_BYTES;

@@ -59,8 +59,6 @@ DEVICE void produce(const Copies& copies, int steps) {
 
 // ---- the warpgroups that multiply -----------------------------------------------------------------------
 
-#define OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define OUT_16(d, i) OUT_4(d, i), OUT_4(d, i + 4), OUT_4(d, i + 8), OUT_4(d, i + 12)
 #define SUMS_4 "%0,%1,%2,%3"
 #define SUMS_8 SUMS_4 ",%4,%5,%6,%7"
 #define SUMS_16 SUMS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -90,7 +88,7 @@ DEVICE void wgmma(float (&d)[SUMS], u32 a, u32 b) {
 }
 
 DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int steps) {
-  int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // the same in a warp, as the compiler sees by this
+  int group = uniform(threadIdx.x / 128);
   u32 a = matrix_at(stages + group * 64 * SWIZZLED), b = matrix_at(stages + WEIGHT_BYTES);
   Place place;
 #pragma unroll
