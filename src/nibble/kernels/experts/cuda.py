@@ -236,7 +236,9 @@ def macros(use: Use) -> dict[str, int]:
 def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
     from nibble.kernels.nvrtc import Kernel, code_of
 
-    return Kernel(code_of(SOURCE, arch, dict(settings)), SOURCE.stem, shared, prefers_shared=True)
+    values = dict(settings)
+    # Of a single token, whose kernels start beside one another.
+    return Kernel(code_of(SOURCE, arch, values), SOURCE.stem, shared, prefers_shared=bool(values["ONE"]))
 
 
 def few_product(
