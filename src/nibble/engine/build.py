@@ -48,7 +48,7 @@ from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculation_plan import speculation
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, tokenizer_of
-from nibble.engine.warmup import warm_up
+from nibble.engine.warmup import most_rows, warm_up
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import Hardware
 from nibble.kernels import linear
@@ -60,7 +60,7 @@ from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.heads import load_config
 from nibble.models.hub import local_folder, pinned, split_head
-from nibble.models.linear import test_kernels
+from nibble.models.linear import check_kernels
 from nibble.models.observe import context_limits
 from nibble.models.parallel_experts import choose_own
 from nibble.models.parallel_layers import drop_repeated_biases, join
@@ -446,7 +446,7 @@ def _measure(
     engine_plan: EnginePlan, model: nn.Module, prompts: Sequence[Sequence[int]], most: int, rank: Rank | None
 ) -> KVScales:
     # Scales are measured with packed layers: not before their kernels have passed their test.
-    test_kernels(model, engine_plan.budget.step_tokens)
+    check_kernels(model, most_rows(engine_plan.config, engine_plan.budget))
     scales, spec = measure(engine_plan, model, rank, prompts, most), engine_plan.model_spec
     for store in engine_plan.plan.stores:
         own = kv_scales.part(scales, store, spec.kv_heads, *astuple(rank.shard)) if rank else scales

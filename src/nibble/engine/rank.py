@@ -77,9 +77,10 @@ class Follower:
 
     def test(self) -> None:
         """Run the start-up test over the pool of this rank."""
-        from nibble.engine.warmup import tests_of
+        from nibble.engine.warmup import most_rows, tests_of
 
-        for run in tests_of(self.runner, self.start.engine_plan.budget.step_tokens):
+        engine_plan = self.start.engine_plan
+        for run in tests_of(self.runner, most_rows(engine_plan.config, engine_plan.budget)):
             run()
 
     def check_memory(self) -> None:

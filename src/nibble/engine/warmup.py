@@ -65,7 +65,7 @@ from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Rope
 from nibble.model_spec import INDEX, LATENT, Phase
 from nibble.models import compile_cache
-from nibble.models.linear import test_kernels
+from nibble.models.linear import check_kernels
 
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
@@ -106,7 +106,7 @@ def warm_up(
         ConfigError: the model cannot be compiled.
         CapacityError: the memory does not suffice.
     """
-    tests = list(tests_of(runner, budget.step_tokens)) if test else []
+    tests = list(tests_of(runner, most_rows(config, budget))) if test else []
     mark = None
     with explain_out_of_memory(budget), ahead.abandoned_on_error():
         if runner.device.type == "cuda":
@@ -144,9 +144,14 @@ def warm_up(
     check_memory(budget, torch.cuda.mem_get_info()[0])
 
 
-def tests_of(runner: ModelRunner, step_tokens: int) -> Iterator[Callable[[], None]]:
-    """Yield the tests of a start. step_tokens: most tokens of a step."""
-    yield partial(test_kernels, runner.model, step_tokens)
+def most_rows(config: Config, budget: MemoryPlan) -> int:
+    """Return how many rows a product of a step has, at most: tokens, of all ranks where attention has those of some."""
+    return budget.step_tokens * (config.tp if config.attention_dp else 1)
+
+
+def tests_of(runner: ModelRunner, rows: int) -> Iterator[Callable[[], None]]:
+    """Yield the tests of a start. rows: see most_rows()."""
+    yield partial(check_kernels, runner.model, rows)
     yield partial(self_test, runner.plan, runner.pool, runner.backends, runner.exact)
     if runner.tier:
         yield partial(tier_test, runner.tier, runner.pool)

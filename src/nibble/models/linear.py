@@ -397,7 +397,7 @@ def expected_keys(config: PretrainedConfig, quantization: Quantization, packer: 
 def prepare_quantized(model: nn.Module) -> None:
     """Bring the packed layers of a model on a GPU into the layout of their kernels, in place.
 
-    Kernels are compiled meanwhile; test_kernels() waits for them.
+    Kernels are compiled meanwhile; check_kernels() waits for them.
 
     Raises:
         BackendError: They cannot be.
@@ -411,7 +411,7 @@ def prepare_quantized(model: nn.Module) -> None:
     setattr(model, KERNELS, prepare)
 
 
-def test_kernels(model: nn.Module, most_rows: int) -> None:
+def check_kernels(model: nn.Module, most_rows: int) -> None:
     """Hold the kernels of a model's packed layers against their definition, once, over the layers as they are served.
 
     Args:

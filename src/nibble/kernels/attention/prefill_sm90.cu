@@ -14,7 +14,8 @@ constexpr int SCORES = KEYS / 2, SUMS = DIM / 2;    // of a thread
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = KEYS * DIM * 2;
 constexpr int BARRIERS = 2 + 4 * STAGES, WARPS = 4 * GROUPS;
 constexpr float SLACK = 8;  // how far, in powers of two, scores may lie above what weights are relative to
-constexpr float MAX_WEIGHTS = 1 << 14;  // the most that a thread's weights of a row and a tile add up to; float16 has four times as much
+// The most that a thread's weights of a row and a tile add up to. Four times as much is more than a float16 can be.
+constexpr float MAX_WEIGHTS = 1 << 14;
 
 // Rows of a request's queries and what they see.
 struct alignas(16) Item {
@@ -50,10 +51,6 @@ struct Span {
 
 // The item that a block takes in a turn, times the heads, plus its head; below 0 none.
 DEVICE int item_of(const int* shares, int turn) { return shares[turn * gridDim.x + blockIdx.x]; }
-
-DEVICE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
 
 // Copy columns of so many rows, from row z of head y on.
 DEVICE void copy(u32 to, const TensorMap* map, int rows, int y, int z, u32 barrier) {
@@ -362,8 +359,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) prefill_atte
     for (int i = 0; i < BARRIERS; i++) {
       // Those that are full are filled by one thread, those that are empty by each warp.
       bool full = i < 2 ? i == 0 : (i - 2) / STAGES % 2 == 0;
-      asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;"
-                   :: "r"(barriers.first + 8 * i), "r"(full ? 1 : WARPS) : "memory");
+      barrier_init(barriers.first + 8 * i, full ? 1 : WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -1,6 +1,6 @@
-// Products of warpgroups (SM90): 64 rows of A, from shared memory or registers, and B from shared memory. A thread's sums:
-// those of row 16 * warp + lane / 4 in places 0 and 1 of each four, and of the row 8 below in places 2 and 3; columns
-// 8 * four + lane % 4 * 2 and the next.
+// Products of warpgroups (SM90): 64 rows of A, from shared memory or registers, and B from shared memory. A thread's
+// sums: those of row 16 * warp + lane / 4 in places 0 and 1 of each four, and of the row 8 below in places 2 and 3;
+// columns 8 * four + lane % 4 * 2 and the next.
 #include "bits.cuh"
 #include "warpgroups.cuh"
 

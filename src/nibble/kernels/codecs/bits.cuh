@@ -12,8 +12,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 // The maximum before any score. It is finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
 
-// A number that all lanes of a warp have, and as the compiler learns by this, all have: what follows from it, it computes once
-// for the warp.
+// A number that all lanes of a warp have, as the compiler learns by this: what follows from it is computed once for the
+// warp.
 DEVICE int uniform(int x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // ---- launches -----------------------------------------------------------------------------------------

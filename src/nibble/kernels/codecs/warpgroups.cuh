@@ -1,5 +1,5 @@
-// What products of warpgroups (SM90a) have in common, after bits.cuh: where matrices lie, when products are done, and
-// turns of two warpgroups.
+// What products of warpgroups (SM90a) have in common, after bits.cuh: barriers of copies, where matrices lie, when products
+// are done, and turns of two warpgroups.
 //
 // Matrices in shared memory lie as the tensor copy engine leaves them: columns of 128 bytes, whose 16-byte pieces are
 // swizzled within 8 rows.
@@ -8,6 +8,15 @@ constexpr int SWIZZLED = 128, EIGHT_ROWS = 1024;  // bytes of a row, and of what
 
 // CUtensorMap
 struct alignas(64) TensorMap { u64 words[16]; };
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Arrive, and let the phase last until so many bytes have been copied.
+DEVICE void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
 
 // Where a matrix lies, the lower half of its descriptor: rows of A, or columns of B, from `address` on, their values one
 // after the other. The upper half is the same for all. Descriptors are to be the same for a warp as the compiler sees it

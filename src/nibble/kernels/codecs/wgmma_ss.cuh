@@ -1,5 +1,5 @@
-// Products of warpgroups whose matrices both lie in shared memory (SM90a): stages that the tensor copy engine fills. After
-// bits.cuh; STAGES is a macro.
+// Products of warpgroups whose matrices both lie in shared memory (SM90a): stages that the tensor copy engine fills.
+// After bits.cuh; STAGES is a macro.
 #include "warpgroups.cuh"
 
 // Two barriers of each stage: it is full, and it is empty again.
@@ -21,15 +21,6 @@ struct Place {
     if (stage >= STAGES) stage -= STAGES, parity ^= 1;
   }
 };
-
-DEVICE void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Arrive, and let the phase last until so many bytes have been copied.
-DEVICE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
 
 // Bring the map itself near.
 DEVICE void prefetch(const TensorMap& map) {

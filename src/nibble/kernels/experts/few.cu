@@ -13,7 +13,7 @@
 //   ROUTED   0, or the experts among which the kernel chooses for a single token, by logits that the kernel in front
 //            (logits.cu) writes at the time (early.cuh); chosen and weights receive the choices
 //   EARLY    whether x is what a kernel with ROUTED, just in front, writes at the time
-//   START    with ROUTED: the step of a block's first warp, or its last one, at which the next kernel may start
+//   START    with ROUTED: the step of a block's first warp (its last, if it has fewer) at which the next kernel may start
 // Kernel: few(...), blocks of 32 * WARPS threads, dynamic shared memory as cuda.py says. Rows of codes and of x are
 // multiples of 16 bytes, outputs of ROWS. is_early: choices were written before the kernel in front began, so that
 // weights are read while it ends. From SM80 on, clusters from SM90 on.

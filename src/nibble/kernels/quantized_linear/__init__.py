@@ -146,7 +146,8 @@ class Preparation:
         """
         if ahead.is_rehearsal() or not self._tests:
             return
-        for test in self._tests.values():
+        for key, test in self._tests.items():
+            assert served[test.number][0].key == key
             _humming().explained(partial(test.run, *served[test.number], most_rows))
         self._tests.clear()
         # Products of thousands of rows, of whose sizes nothing else may be.

@@ -187,13 +187,14 @@ def _few(key: KernelKey, device: torch.device) -> int:
 def compile_all(matrices: Iterable[PackedMatrix]) -> None:
     """Begin to compile the kernels of matrices, all at the same time, where that has not begun."""
     devices = {matrix.key: matrix.codes.device for matrix in matrices}
-    for key, device in devices.items():
+    layouts = {key: layer_config(key, device).to_str() for key, device in devices.items()}
+    # Another model of the process may multiply by kernels that are there.
+    missing = {key: device for key, device in devices.items()
+               if not isinstance(_kernels.get((layouts[key], device)), Tensor)}  # fmt: skip
+    for key, device in missing.items():
         compile_ahead([key], device)
-    for key, device in devices.items():
-        layout, kernels = layer_config(key, device).to_str(), _compiling.pop((key, device))
-        # Another model of the process may multiply by kernels that are there.
-        if not isinstance(_kernels.get((layout, device)), Tensor):
-            use(kernels, layout, device)
+    for key, device in missing.items():
+        use(_compiling.pop((key, device)), layouts[key], device)
 
 
 def rows_of(matrix: PackedMatrix) -> list[int]:
