@@ -265,16 +265,12 @@ SECOND_TILES = FIRST_TILES | {
 
 SEPARATE = "sums by a launch of their own"
 APART = "a router of its own"
-NO_PREFERENCE = "logits without a preference for shared memory"
 
 
 @contextmanager
-def tiled(
-    first: Tile | None, second: Tile | None, *, combines: bool, prefers_shared: bool = True
-) -> Iterator[None]:
+def tiled(first: Tile | None, second: Tile | None, *, combines: bool) -> Iterator[None]:
     """Let products have other tiles, or a token's rows be summed up by a launch of its own, in the body."""
-    own, own_combines, own_prefers = cuda.tile_of, cuda.combines, router.cuda.PREFERS_SHARED
-    router.cuda.PREFERS_SHARED = prefers_shared
+    own, own_combines = cuda.tile_of, cuda.combines
 
     def tile_of(*arguments: Any, is_second: bool) -> Tile:
         return (second if is_second else first) or own(*arguments, is_second=is_second)
@@ -285,7 +281,7 @@ def tiled(
     try:
         yield
     finally:
-        cuda.tile_of, cuda.combines, router.cuda.PREFERS_SHARED = own, own_combines, own_prefers
+        cuda.tile_of, cuda.combines = own, own_combines
 
 
 def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
@@ -294,7 +290,7 @@ def variants_of(tokens: int) -> dict[str, tuple[Tile | None, Tile | None]]:
     found: dict[str, tuple[Tile | None, Tile | None]] = {"as chosen": (None, None)}
     found |= {f"first {_brief(tile)}": (tile, None) for tile in FIRST_TILES[few]}
     if few == 1:
-        found |= dict.fromkeys((APART, SEPARATE, NO_PREFERENCE), (None, None))
+        found |= dict.fromkeys((APART, SEPARATE), (None, None))
     return found | {f"second {_brief(tile)}": (None, tile) for tile in SECOND_TILES[few]}
 
 
@@ -343,7 +339,7 @@ def time_variants(made: list[nn.Module], x: Tensor, need: float) -> None:
     compile_variants(made[0], tokens)
     results = []
     for name, tiles in variants_of(tokens).items():
-        with tiled(*tiles, combines=name != SEPARATE, prefers_shared=name != NO_PREFERENCE):
+        with tiled(*tiles, combines=name != SEPARATE):
             try:
                 graph, last, y = recorded(made, x, None if name in (APART, SEPARATE) else routed)
             except (BackendError, RuntimeError) as error:

@@ -137,6 +137,12 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
+// Scores become weights, relative to peaks. added: their sums, two of each row.
+DEVICE void weigh_by(const float (&peak)[2], float (&scores)[SCORES], float scale, float (&added)[4]) {
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - peak[i / 2 % 2]);
+}
+
 // Scores become weights, relative to the peak of all tiles so far. It stays where it is until a score is much higher, so
 // that sums are hardly ever rescaled. rescale: what the rows' sums are to be multiplied by.
 DEVICE void weigh(float (&scores)[SCORES], State& state, float scale, float (&rescale)[2]) {
@@ -156,8 +162,7 @@ DEVICE void weigh(float (&scores)[SCORES], State& state, float scale, float (&re
     state.peak[r] = peak - before > SLACK ? peak : before;
     rescale[r] = ex2(before - state.peak[r]);
   }
-#pragma unroll
-  for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - state.peak[i / 2 % 2]);
+  weigh_by(state.peak, scores, scale, added);
 #pragma unroll
   for (int r = 0; r < 2; r++) state.total[r] = state.total[r] * rescale[r] + added[2 * r] + added[2 * r + 1];
 }
@@ -167,8 +172,7 @@ DEVICE void weigh(float (&scores)[SCORES], State& state, float scale, float (&re
 // does. rows: how many there are from the thread's first on; what lies behind an item's rows does not count.
 DEVICE bool weigh_by_peaks(float (&scores)[SCORES], State& state, float scale, int rows, int warpgroup) {
   float added[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < SCORES; i++) added[i % 4] += scores[i] = ex2(scores[i] * scale - state.peak[i / 2 % 2]);
+  weigh_by(state.peak, scores, scale, added);
   float upper = added[0] + added[1], lower = added[2] + added[3];
   bool is_high = (rows > 0 && !(upper <= MAX_WEIGHTS)) || (rows > 8 && !(lower <= MAX_WEIGHTS));
   if (any_of_warpgroup(is_high, warpgroup)) return false;

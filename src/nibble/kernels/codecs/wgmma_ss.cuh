@@ -16,6 +16,7 @@ struct Place {
   DEVICE void advance() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+  // Go so many stages on.
   DEVICE void skip(int count) {
     stage += count % STAGES, parity ^= count / STAGES & 1;
     if (stage >= STAGES) stage -= STAGES, parity ^= 1;

@@ -22,8 +22,6 @@ MOST_BLOCKS, MOST_UNITS, UNIT = 8, 8, 32
 """Blocks of a cluster at most, and units of inputs whose weights a warp has room for in registers."""
 ROW_THREADS, WARP = 128, 32
 """Threads that multiply a row for a single token, and those that clear its logit."""
-PREFERS_SHARED = True
-"""Whether a token's logits leave shared memory to the kernel behind them, which starts beside them."""
 MOST_CHOSEN = 32
 """A lane keeps each."""
 MOST_EXPERTS = 1024
@@ -97,11 +95,11 @@ def vectors_of(inputs: int) -> int:
 
 
 @cache
-def _logits_kernel(arch: int, device: int, vectors: int, prefers_shared: bool) -> Any:
+def _logits_kernel(arch: int, device: int, vectors: int) -> Any:
     from nibble.kernels.nvrtc import Kernel, code_of
 
-    code = code_of(LOGITS, arch, {"VECTORS": vectors})
-    return Kernel(code, "logits_of_token", 0, prefers_shared=prefers_shared)
+    # The kernel behind it starts beside it.
+    return Kernel(code_of(LOGITS, arch, {"VECTORS": vectors}), "logits_of_token", 0, prefers_shared=True)
 
 
 def logits_of_token(x_1I: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -116,8 +114,7 @@ def logits_of_token(x_1I: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> T
     logits_1E = x_1I.new_empty(1, rows)
     tensors = (x_1I, weight_EI, bias_E, logits_1E)
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    arch, device = gpu_of(x_1I.device).arch, x_1I.device.index or 0
-    kernel = _logits_kernel(arch, device, vectors_of(inputs), PREFERS_SHARED)
+    kernel = _logits_kernel(gpu_of(x_1I.device).arch, x_1I.device.index or 0, vectors_of(inputs))
     types = (*(POINTER,) * len(pointers), INT)
     kernel.launch(rows, ROW_THREADS + WARP, 0, types, (*pointers, inputs), starts_early=True)
     return logits_1E
