@@ -94,7 +94,7 @@ def _parse(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(prompt)
     if not isinstance(prompt, Mapping):
-        return ParsedPrompt(None, tuple(_token(token) for token in _as_list(prompt)))
+        return ParsedPrompt(None, _tokens(prompt))
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if unknown := [name for name in prompt if name not in ("prompt", "prompt_token_ids")]:
         media = " (images and audio are not served)" if "multi_modal_data" in unknown else ""
@@ -103,7 +103,13 @@ def _parse(prompt: Any) -> ParsedPrompt:
         raise RequestError(f"'prompt' of a prompt must be a text, not {_shown(text)}")
     if ids is None and text is None:
         raise RequestError(f"a prompt needs 'prompt' or 'prompt_token_ids'; {WAY}")
-    return ParsedPrompt(text, None if ids is None else tuple(_token(token) for token in _as_list(ids)))
+    return ParsedPrompt(text, None if ids is None else _tokens(ids))
+
+
+def _tokens(ids: Any) -> tuple[int, ...]:
+    items = _as_list(ids)
+    # Looked at one by one, the tokens of long prompts would keep a GPU waiting for a tenth of a second.
+    return tuple(items) if set(map(type, items)) <= {int} else tuple(map(_token, items))
 
 
 def _token(token: Any) -> int:

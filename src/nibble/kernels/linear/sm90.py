@@ -106,7 +106,7 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
 
     Where blocks of one warpgroup are about as many as multiprocessors, and K is cut, it is the one that was fastest in
     chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): for few inputs up to 64 rows, for many
-    from there on.
+    from more than 32 on.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
@@ -122,8 +122,8 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         (n for n in SPLITS if n * narrow_columns <= processors and n <= cdiv(inputs, INPUTS)), default=1
     )
     is_full = splits > 1 and splits * narrow_columns >= FULL * processors
-    if is_full and (inputs > LONG) == (rows > 64):
-        tile = Tile(1, splits, 7 if inputs > LONG else 6)
+    if is_full and (rows > 32 if inputs > LONG else rows <= 64):
+        tile = Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
         tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, 5 if rows <= 32 else 3)
