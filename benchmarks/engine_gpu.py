@@ -87,13 +87,14 @@ def plan(options: argparse.Namespace) -> Plan:
     if options.tiny:
         workloads, concurrency = (Workload(64, 32), Workload(32, 64)), (1, 3)
     full = [text.partition("@") for text in options.full.split(",") if text]
+    runs = tuple((Workload.parse(work), int(count)) for work, _, count in full)
     engine = {
-        "max_running": max(concurrency),
-        "max_context": max(work.prompt + work.answer for work in workloads) + 128,
+        "max_running": max((*concurrency, *(count for _, count in runs))),
+        "max_context": max(work.prompt + work.answer for work in (*workloads, *(work for work, _ in runs)))
+        + 128,
         "token_budget": 64 if options.tiny else options.token_budget,
         "device": gpu.device(),
     }
-    runs = tuple((Workload.parse(work), int(count)) for work, _, count in full)
     tokens = 128 if options.tiny else PREFILL_TOKENS
     return Plan(workloads, concurrency, runs, tokens, engine, options.weights)
 
