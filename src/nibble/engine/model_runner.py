@@ -64,7 +64,7 @@ from nibble.engine.step_tokens import (
 from nibble.kernels import cdiv
 from nibble.kernels.experts import first_row_only
 from nibble.kernels.recurrence.types import StateMetadata
-from nibble.kernels.step_inputs import decode_inputs
+from nibble.kernels.step_inputs import decode_inputs, verify_inputs
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, LogitRows
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -558,35 +558,20 @@ class ModelRunner:
     def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
         """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
         (requests, length), page_size, tables = size, self.plan.page_size, self.tables
-        inputs = VerifyInputs.of(graphs.verify_inputs, requests, length)
-        row_L = graphs.rows[:length]
-        is_new_BL = row_L >= length - inputs.new_B[:, None]
-        # Padding stands at the request's first new token, but sees the fewer tokens the further it is before that.
-        first_B1 = (inputs.ends_B - inputs.new_B)[:, None]
-        positions_BL = (inputs.ends_B[:, None] - length + row_L).maximum(first_B1)
-        ids_BL = tables.resolve_ids(inputs.ids_BL, inputs.rows_B[:, None])
-        page_table_BN = tables.table_RN.index_select(0, inputs.rows_B)
-        width = page_table_BN.shape[1]
-        exact_table_BN = self._exact_table(inputs.rows_B, width)
-
-        def slots(table_BN: Tensor) -> Tensor:
-            pages_BL = table_BN.gather(1, positions_BL // page_size).long()
-            return torch.where(is_new_BL, pages_BL * page_size + positions_BL % page_size, -1).flatten()
-
+        sent = VerifyInputs.of(graphs.verify_inputs, requests, length)
+        inputs = verify_inputs(sent.rows_B, sent.ends_B, sent.new_B, sent.ids_BL, tables.on_device(page_size))
+        max_seq_len = inputs.pages_BN.shape[1] * page_size
         batch = AttentionBatch(
-            Phase.VERIFY, 0, requests * length, (length,) * requests, (width * page_size,) * requests,
-            page_table_BN, graphs.cu_seqlens_q[: requests + 1] * length, inputs.ends_B.int(), inputs.rows_B,
-            bounds=True, exact_table_BN=exact_table_BN, new_B=inputs.new_B.int(),
+            Phase.VERIFY, 0, requests * length, (length,) * requests, (max_seq_len,) * requests,
+            inputs.pages_BN, inputs.cu_seqlens_q_B1, inputs.seq_lens_B, sent.rows_B,
+            bounds=True, exact_table_BN=inputs.exact_BN, new_B=inputs.new_B,
         )  # fmt: skip
-        exact_slots_T = None if exact_table_BN is None else slots(exact_table_BN)
         state_batch = None
         if self.states and tables.slots_R is not None:
-            slots_B = tables.slots_R.index_select(0, inputs.rows_B)
-            state_batch = verify_states(inputs, slots_B, length, invariant=self.states.invariant)
-        ctx = self._context(
-            self._with_frames(slots(page_table_BN), [batch], exact_slots_T), None, state_batch
-        )
-        ids_T, positions_T = ids_BL.flatten(), positions_BL.flatten()
-        rows_S = graphs.logit_rows(size, inputs)
-        with equal_rows(self.rows, ids_T):
-            graphs.store_logits(*parts_of(self._run(ids_T[None], positions_T[None], rows_S, ctx)))
+            slots_B = tables.slots_R.index_select(0, sent.rows_B)
+            state_batch = verify_states(sent, slots_B, length, invariant=self.states.invariant)
+        meta = self._with_frames(inputs.slots_T, [batch], inputs.exact_slots_T)
+        ctx, rows_S = self._context(meta, None, state_batch), graphs.logit_rows(size, sent)
+        with equal_rows(self.rows, inputs.ids_T):
+            output = self._run(inputs.ids_T[None], inputs.positions_T[None], rows_S, ctx)
+        graphs.store_logits(*parts_of(output))

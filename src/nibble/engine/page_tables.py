@@ -17,11 +17,8 @@ from torch import Tensor
 from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS
 from nibble.kernels import ALIGNED, cdiv
-from nibble.kernels.step_inputs import Tables
+from nibble.kernels.step_inputs import ON_DEVICE, Tables, resolve_ids
 from nibble.kernels.transfer import PinnedBuffers
-
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it. Smaller ones: unread()."""
 
 
 class PackedInts:
@@ -129,15 +126,12 @@ class PageTables:
             ids: of any shape; negative ones stand for what the host does not know.
             rows: of their requests, of a shape that fits.
         """
-        latest = self.latest_R[rows]
-        if self.drafts_KR is not None:
-            drafts = self.drafts_KR.view(-1)[(ON_DEVICE - 1 - ids).clamp(min=0)]
-            latest = torch.where(ids < ON_DEVICE, drafts, latest)
-        return torch.where(ids < 0, latest, ids)
+        return resolve_ids(ids, rows, self.latest_R, self.drafts_KR)
 
     def on_device(self, page_size: int) -> Tables:
-        """Return what a recorded decode step looks up."""
-        return Tables(self.table_RN, self.latest_R, self.exact.table_RN if self.exact else None, page_size)
+        """Return what a recorded step looks up."""
+        exact_RN = self.exact.table_RN if self.exact else None
+        return Tables(self.table_RN, self.latest_R, exact_RN, page_size, self.drafts_KR)
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""

@@ -13,10 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.page_tables import ON_DEVICE, PackedInts
+from nibble.engine.page_tables import PackedInts
 from nibble.engine.request import ScheduledRequest
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
+from nibble.kernels.step_inputs import ON_DEVICE
 from nibble.model_spec import Phase
 
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8

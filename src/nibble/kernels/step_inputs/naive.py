@@ -1,6 +1,7 @@
-"""The inputs of a decode step by the book, in torch.
+"""The inputs of recorded steps by the book, in torch.
 
-Shape suffixes: B requests, R rows of the page tables, N pages of a request.
+Shape suffixes: B requests, L rows of each in a step with drafts, T rows of all, R rows of the page tables, N pages of a
+request, K drafts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+ON_DEVICE = -1
+"""The id of a token whose value only the device knows: the step before samples it. Smaller ones are drafts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +26,8 @@ class Tables:
     exact_RN: Tensor | None
     """int32 exact pages, with an exact window."""
     page_size: int
+    drafts_KR: Tensor | None = None
+    """int64 drafts that the host does not know, by their place in a draft, where there are any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +50,46 @@ class StepInputs:
     """int64 slots in these."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftInputs:
+    """Several rows for each request, one request after the other."""
+
+    ids_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64."""
+    slots_T: Tensor
+    """int64: page * page_size + offset of new tokens; -1 in rows of padding."""
+    pages_BN: Tensor
+    """int32 page ids."""
+    exact_BN: Tensor | None
+    """int32 exact pages, with an exact window."""
+    exact_slots_T: Tensor | None
+    """int64 slots in these."""
+    seq_lens_B: Tensor
+    """int32: stored tokens, the new ones included; 0 in rows of padding."""
+    new_B: Tensor
+    """int32 new tokens."""
+    cu_seqlens_q_B1: Tensor
+    """int32: where each request's rows begin, and all end."""
+
+
+def resolve_ids(ids: Tensor, rows: Tensor, latest_R: Tensor, drafts_KR: Tensor | None) -> Tensor:
+    """Return the ids of tokens, as the device knows them.
+
+    Args:
+        ids: of any shape; ON_DEVICE is what was sampled last, smaller ones count places in `drafts_KR` downwards.
+        rows: of their requests in the page tables, of a shape that fits.
+        latest_R: the token that each request sampled last.
+        drafts_KR: see Tables.
+    """
+    latest = latest_R[rows]
+    if drafts_KR is not None:
+        drafts = drafts_KR.view(-1)[(ON_DEVICE - 1 - ids).clamp(min=0)]
+        latest = torch.where(ids < ON_DEVICE, drafts, latest)
+    return torch.where(ids < 0, latest, ids)
+
+
 def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Tables) -> StepInputs:
     """Return the inputs of a step of one token for each request; see the package."""
     valid_B = positions_B.clamp(min=0)
@@ -61,3 +107,27 @@ def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Ta
         *look_up(tables.pages_RN),
         *((None, None) if tables.exact_RN is None else look_up(tables.exact_RN)),
     )
+
+
+def verify_inputs(
+    rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tables: Tables
+) -> DraftInputs:
+    """Return the inputs of a step of several rows for each request; see the package."""
+    count, length = ids_BL.shape
+    row_L = torch.arange(length, device=rows_B.device)
+    positions_BL = (ends_B[:, None] - length + row_L).maximum((ends_B - new_B)[:, None])
+    is_new_BL = row_L >= length - new_B[:, None]
+
+    def look_up(table_RN: Tensor) -> tuple[Tensor, Tensor]:
+        table_BN = table_RN.index_select(0, rows_B)
+        pages_BL = table_BN.gather(1, positions_BL // tables.page_size).long()
+        slots_BL = pages_BL * tables.page_size + positions_BL % tables.page_size
+        return table_BN, torch.where(is_new_BL, slots_BL, -1).flatten()
+
+    pages_BN, slots_T = look_up(tables.pages_RN)
+    exact_BN, exact_slots_T = (None, None) if tables.exact_RN is None else look_up(tables.exact_RN)
+    return DraftInputs(
+        resolve_ids(ids_BL, rows_B[:, None], tables.latest_R, tables.drafts_KR).flatten(), positions_BL.flatten(),
+        slots_T, pages_BN, exact_BN, exact_slots_T, ends_B.int(), new_B.int(),
+        torch.arange(0, count * length + 1, length, dtype=torch.int32, device=rows_B.device),
+    )  # fmt: skip

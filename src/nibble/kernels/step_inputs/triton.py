@@ -1,18 +1,20 @@
-"""The inputs of a decode step in Triton: programs copy parts of rows of the page tables, and the first does the rest.
+"""The inputs of recorded steps in Triton: programs copy parts of rows of the page tables, and the first does the rest.
 
-Shape suffixes: B requests, N pages of a request.
+Shape suffixes: B requests, L rows of each in a step with drafts, T rows of all, N pages of a request.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import cdiv, gpu_of
+from nibble.kernels import cdiv, gpu_of, next_power_of_2
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
-from nibble.kernels.step_inputs.naive import StepInputs, Tables
+from nibble.kernels.step_inputs.naive import ON_DEVICE, DraftInputs, StepInputs, Tables
 
 PART = 512
 """Pages that a program copies."""
@@ -45,12 +47,8 @@ def decode_inputs_kernel(
 
 def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Tables) -> StepInputs:
     """Return the inputs of a step of one token for each request; see the package."""
-    count, width, device = len(rows_B), tables.pages_RN.shape[1], rows_B.device
-    options = launch_options(gpu_of(device))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+    count, width, options = len(rows_B), tables.pages_RN.shape[1], launch_options(gpu_of(rows_B.device))
+    empty = partial(_empty, rows_B.device)
     pages_BN, exact_BN, exact_slots_B = empty(count, width, dtype=torch.int32), None, None
     if tables.exact_RN is not None:
         exact_BN, exact_slots_B = empty(count, width, dtype=torch.int32), empty(count)
@@ -69,3 +67,69 @@ def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Ta
         bool(options), num_warps=4, **options,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "ends", "new", "ids"])
+def verify_inputs_kernel(
+    rows, ends, new, ids, latest, drafts, pages, exact, out_ids, out_positions, out_slots, out_pages, out_exact,
+    out_exact_slots, out_lens, out_new, out_starts, width,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PART: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Look up a request. Grid: requests, parts of PART pages."""
+    wait_for_inputs(PDL)
+    request, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
+    row, live = tl.load(rows + request), at < width
+    tl.store(out_pages + request * width + at, tl.load(pages + row * width + at, mask=live), mask=live)
+    if exact is not None:
+        tl.store(out_exact + request * width + at, tl.load(exact + row * width + at, mask=live), mask=live)
+    if tl.program_id(1) == 0:
+        end, count, i = tl.load(ends + request), tl.load(new + request), tl.arange(0, BLOCK)
+        to, has_row = request * LENGTH + i, i < LENGTH
+        token = tl.load(ids + to, mask=has_row, other=0)
+        known = tl.load(latest + row)
+        if drafts is not None:
+            is_draft = has_row & (token < ON_DEVICE)
+            known = tl.where(
+                is_draft, tl.load(drafts + (ON_DEVICE - 1 - token), mask=is_draft, other=0), known
+            )
+        tl.store(out_ids + to, tl.where(token < 0, known, token), mask=has_row)
+        position = tl.maximum(end - LENGTH + i, end - count)
+        tl.store(out_positions + to, position, mask=has_row)
+        is_new = has_row & (i >= LENGTH - count)
+        slot = tl.load(pages + row * width + position // PAGE, mask=is_new, other=0).to(tl.int64) * PAGE
+        tl.store(out_slots + to, tl.where(is_new, slot + position % PAGE, -1), mask=has_row)
+        if exact is not None:
+            slot = tl.load(exact + row * width + position // PAGE, mask=is_new, other=0).to(tl.int64) * PAGE
+            tl.store(out_exact_slots + to, tl.where(is_new, slot + position % PAGE, -1), mask=has_row)
+        tl.store(out_lens + request, end.to(tl.int32))
+        tl.store(out_new + request, count.to(tl.int32))
+        start = (request * LENGTH).to(tl.int32)
+        tl.store(out_starts + request, start)
+        # The last request writes where all end.
+        tl.store(out_starts + request + 1, start + LENGTH, mask=request == tl.num_programs(0) - 1)
+
+
+def verify_inputs(
+    rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tables: Tables
+) -> DraftInputs:
+    """Return the inputs of a step of several rows for each request; see the package."""
+    (count, length), width = ids_BL.shape, tables.pages_RN.shape[1]
+    options, empty = launch_options(gpu_of(rows_B.device)), partial(_empty, rows_B.device)
+    short, total = partial(empty, dtype=torch.int32), count * length
+    has_exact = tables.exact_RN is not None
+    out = DraftInputs(
+        empty(total), empty(total), empty(total), short(count, width), short(count, width) if has_exact else None,
+        empty(total) if has_exact else None, short(count), short(count), short(count + 1),
+    )  # fmt: skip
+    verify_inputs_kernel[(count, cdiv(width, PART))](
+        rows_B, ends_B, new_B, ids_BL, tables.latest_R, tables.drafts_KR, tables.pages_RN, tables.exact_RN, out.ids_T,
+        out.positions_T, out.slots_T, out.pages_BN, out.exact_BN, out.exact_slots_T, out.seq_lens_B, out.new_B,
+        out.cu_seqlens_q_B1, width, length, next_power_of_2(length), tables.page_size, PART, ON_DEVICE, bool(options),
+        num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def _empty(device: torch.device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
