@@ -26,7 +26,8 @@ class Phase(StrEnum):
     @property
     def decodes(self) -> bool:
         """Return whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
-        return self in {Phase.DECODE, Phase.VERIFY}
+        # A set of members hashes them in Python, which every step would do for every request.
+        return self is Phase.DECODE or self is Phase.VERIFY
 
 
 @dataclass(frozen=True, slots=True)

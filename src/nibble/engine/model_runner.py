@@ -129,7 +129,8 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.device = self.tables.device
         self.rows = getattr(self.model, ROWS, None)
-        if hasattr(self.model, TAPS):
+        self.has_taps = hasattr(self.model, TAPS)
+        if self.has_taps:
             self.tables.keep_drafts()
         self._run = self.run or plain(self.model)
 
@@ -182,13 +183,13 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], probe: AttentionObserver | None
     ) -> int | tuple[int, int] | None:
         """Return the size of the recorded step that serves these requests, if one does."""
-        phases, requests = {item.phase for item in scheduled}, len(scheduled)
-        if not self.graphs or not all(phase.decodes for phase in phases):
+        requests = len(scheduled)
+        if not self.graphs or not all(item.phase.decodes for item in scheduled):
             return None
         if self.books:
             # All ranks replay the step of the one with most requests.
             requests = max(Counter(item.request.lease.rank for item in scheduled).values())
-        if phases == {Phase.DECODE}:
+        if all(item.phase is Phase.DECODE for item in scheduled):
             return self.graphs.size_of(requests)
         # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
         if probe or (self.exact and unkept(scheduled, self.plan.page_size)):
@@ -535,8 +536,7 @@ class ModelRunner:
         # The step after one that has drafts takes no tokens of it; another rank's requests may have none.
         takes = self.rows is not None or min(new) == 1
         sampled = sampled_rows(scheduled, rows, self.tables.padding_row) if takes else ()
-        has_states = hasattr(self.model, TAPS)
-        of_sampled, state_rows = packed.add(sampled), packed.add(rows_of_logits if has_states else ())
+        of_sampled, state_rows = packed.add(sampled), packed.add(rows_of_logits if self.has_taps else ())
         return StepNumbers(
             packed, (inputs, of_sampled, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nibble.cache.lease import Lease
 from nibble.config import SamplingParams
@@ -76,7 +76,9 @@ class Request:
     token_ids: list[int] = field(init=False)
     """Prompt and answer. It is one list all along: do not copy it in a step."""
     arrival: int = field(default=-1, init=False)
-    """Place in the order of arrivals; the scheduler sets it."""
+    """Place in the order of arrivals; the scheduler sets it, and:"""
+    last_length: int = field(default=0, init=False)
+    """Tokens, prompt included, with which the answer ends, whatever they are."""
     state: State = field(default=State.WAITING, init=False)
     lease: Lease = field(default_factory=Lease, init=False)
     """Open while the request runs, and empty otherwise."""
@@ -90,6 +92,8 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     num_accepted_drafts: int = field(default=0, init=False)
     num_rejected_drafts: int = field(default=0, init=False)
+    drafting: Any = field(default=None, init=False)
+    """What the engine's drafter is known to be worth for it (speculative.DraftLength)."""
     start_time: float | None = field(default=None, init=False)
     """When it was first admitted, by time.monotonic()."""
 
@@ -230,7 +234,7 @@ class Batch:
     def from_scheduled(cls, scheduled: Iterable[ScheduledRequest]) -> Batch:
         """Return the batch of `scheduled`, which keep their order within a phase."""
         items = tuple(scheduled)
-        if len({item.phase for item in items}) > 1:
+        if any(item.phase is not items[0].phase for item in items):
             # The sort is stable, so priority stays the order within a phase.
             items = tuple(sorted(items, key=lambda item: PHASE_ORDER.index(item.phase)))
         return cls(items)

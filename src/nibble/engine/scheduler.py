@@ -134,6 +134,7 @@ class Scheduler:
         )
         self.check_length(len(request.prompt_token_ids), answer=request.params.max_tokens > 0)
         request.arrival = next(self._arrivals)
+        request.last_length = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
         insort(self.waiting, request, key=_order)
 
     def schedule(self, drafts: Mapping[Request, tuple[int, ...]] = MappingProxyType({})) -> Batch | None:
@@ -150,7 +151,7 @@ class Scheduler:
         for request in self.running:
             item = request.in_flight
             # The token in flight ends the answer whatever it is, so one more would be dropped.
-            if item and item.samples_token and item.end + 1 >= self._last_length(request):
+            if item and item.samples_token and item.end + 1 >= request.last_length:
                 continue
             (decodes if request.is_decoding else prompts).append(request)
         num_tokens = self._split_budget(decodes, prompts)
@@ -178,7 +179,7 @@ class Scheduler:
 
     def draft_room(self, request: Request) -> int:
         """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
-        lease, num_left = request.lease, self._last_length(request) - len(request.token_ids)
+        lease, num_left = request.lease, request.last_length - len(request.token_ids)
         return min(num_left - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
 
     def reserve_ahead(self, batch: Batch) -> list[Lease]:
@@ -189,7 +190,7 @@ class Scheduler:
         items = [item for item in batch.scheduled if item.drafts and item.request.in_flight is item]
         for item in items:
             # As many drafts again, should all of these count.
-            upto = min(item.end + item.num_tokens, self._last_length(item.request))
+            upto = min(item.end + item.num_tokens, item.request.last_length)
             self.manager.reserve_ahead(item.request.lease, upto)
         return [item.request.lease for item in items]
 
@@ -222,14 +223,13 @@ class Scheduler:
             if request.in_flight is item:
                 request.in_flight = None
             # Also of a request that has lost its pages: it goes on after them.
-            if entries := prompt_logprobs.get(request.id):
+            if prompt_logprobs and (entries := prompt_logprobs.get(request.id)):
                 request.prompt_logprobs += entries
             new = tokens[request.id] if item.samples_token else ()
             new = (new,) if isinstance(new, int) else new
-            num_accepted = max(len(new) - 1, 0)
             # Those are stored already, and a page that they fill enters the tree by its tokens.
-            if num_accepted:
-                request.token_ids += new[:num_accepted]
+            num_accepted = len(accepted := new[:-1])
+            request.token_ids += accepted
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
@@ -255,7 +255,7 @@ class Scheduler:
         if token in request.stop_ids:
             return "stop"
         request.token_ids.append(token)
-        return "length" if len(request.token_ids) >= self._last_length(request) else None
+        return "length" if len(request.token_ids) >= request.last_length else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Of one that has ended already, only the reason changes."""
@@ -522,10 +522,6 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.in_flight, request.state = None, state
-
-    def _last_length(self, request: Request) -> int:
-        """Return the number of tokens, prompt included, with which an answer ends, whatever they are."""
-        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
 
 
 def _urgency(request: Request) -> tuple[int, int]:

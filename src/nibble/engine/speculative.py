@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import LONGEST_PAUSE, SHORTEST_PAUSE, DraftPolicy, Gain, Likelihood, Medians
@@ -173,7 +172,6 @@ class Speculation:
     _last_error: str = field(default="", init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
-    _lengths: WeakKeyDictionary[Request, DraftLength] = field(default_factory=WeakKeyDictionary, init=False)
 
     def waits(self, requests: Sequence[Request]) -> bool:
         """Return whether the next step should wait for the tokens of these, as drafts may follow them.
@@ -398,11 +396,12 @@ class Speculation:
         )
 
     def _length(self, request: Request) -> DraftLength:
-        length = self._lengths.get(request)
+        # Of the request itself: every step asks for it, several times over.
+        length: DraftLength | None = request.drafting
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
             length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), self.policy.new_gain())
-            self._lengths[request] = length
+            request.drafting = length
         return length
 
     def _usable(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
