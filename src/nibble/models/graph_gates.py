@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nibble.kernels import gated, linear
+from nibble.kernels import gated, linear, quantized_linear
 from nibble.kernels.experts.gate import SILU, Gate
 from nibble.kernels.experts.gate import gated as joined
 from nibble.models.graph_convolutions import TOKENS
@@ -25,8 +25,10 @@ from nibble.models.graph_nodes import INPUTS, call
 from nibble.models.graph_projections import Run, is_pointwise, is_tensor, shape_of, width_of
 
 aten = torch.ops.aten
-assert linear  # which defines the operator
+assert linear and quantized_linear  # which define the operators
 _LINEAR, _GATED = torch.ops.nibble.linear.default, torch.ops.nibble.gated_linear.default
+_QUANTIZED = torch.ops.nibble.quantized_linear.default
+_QUANTIZED_GATED = torch.ops.nibble.quantized_gated_linear.default
 _TOLERANCE, _MEAN_TOLERANCE = 0.02, 1e-3
 """Of values that are rounded to 16 bits, some of them twice; and of what all are off together, as by a factor."""
 _SMALL = 1e-3
@@ -38,16 +40,19 @@ _SIZES = {torch.bfloat16: (1.0, 30.0, 1e4), torch.float16: (1.0, 10.0, 50.0)}
 def join_gates(graph: fx.Graph, device: str) -> int:
     """Join products with the gates behind them, in place, on one type of device; return how many."""
     count = 0
-    for target in (_LINEAR, aten.mm.default):
+    for target in (_LINEAR, _QUANTIZED, aten.mm.default):
         for product in graph.find_nodes(op="call_function", target=target):
             operands = _operands(product)
             if operands and product.meta["val"].device.type == device:
-                count += _join(graph, product, *operands)
+                count += _join(graph, product, operands)
     return count
 
 
-def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return x and the weight of a product that the kernels may compute with what is behind it."""
+def _operands(product: fx.Node) -> tuple[Any, ...] | None:
+    """Return x and the weight, or a packed one's facts, of a product that may be computed with what is behind it."""
+    if product.target is _QUANTIZED:
+        x, x_scale, *facts = product.args
+        return (x, *facts) if x_scale is None and not product.kwargs else None
     x, weight, *bias = product.args
     if product.target is aten.mm.default:
         if not isinstance(weight, fx.Node) or weight.target is not aten.permute.default:
@@ -60,13 +65,13 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (x, weight) if gated.may_serve(weight.meta["val"]) else None
 
 
-def _join(graph: fx.Graph, product: fx.Node, x: fx.Node, weight: fx.Node) -> bool:
+def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...]) -> bool:
     reached = _behind(product)
     for gate in reached:
         between = _between(gate, reached)
         users = {user for node in (product, *between) for user in node.users}
         if users == {*between, gate} and _is_gate(product, gate):
-            _replace(graph, gate, x, weight)
+            _replace(graph, gate, _QUANTIZED_GATED if product.target is _QUANTIZED else _GATED, operands)
             for node in (gate, *reversed(between), product):
                 graph.erase_node(node)
             return True
@@ -127,11 +132,11 @@ def _is_gated(product: fx.Node, gate: fx.Node, size: float) -> bool:
     return near and bool(off.abs() <= _MEAN_TOLERANCE)
 
 
-def _replace(graph: fx.Graph, gate: fx.Node, x: fx.Node, weight: fx.Node) -> None:
-    """Put the operator in the place of a gate."""
-    dims = gate.meta["val"].dim() - x.meta["val"].dim()
+def _replace(graph: fx.Graph, gate: fx.Node, operator: Any, operands: tuple[Any, ...]) -> None:
+    """Put an operator in the place of a gate."""
+    dims = gate.meta["val"].dim() - operands[0].meta["val"].dim()
     with graph.inserting_before(gate):
-        node = call(graph, _GATED, x, weight)
+        node = call(graph, operator, *operands)
         if dims:
             node = call(graph, aten.unsqueeze.default if dims > 0 else aten.squeeze.dim, node, 0)
     gate.replace_all_uses_with(node)

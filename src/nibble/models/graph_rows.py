@@ -29,7 +29,14 @@ _MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Which argument has rows."""
 _LAYERS = frozenset(
     getattr(torch.ops.nibble, name).default
-    for name in ("linear", "gated_linear", "quantized_linear", "experts_layer", "experts_routed_layer")
+    for name in (
+        "linear",
+        "gated_linear",
+        "quantized_linear",
+        "quantized_gated_linear",
+        "experts_layer",
+        "experts_routed_layer",
+    )
 )
 _OF_ROWS = _LAYERS | {getattr(torch.ops.nibble, name).default for name in ("route", "topk", "all_reduce")}
 """Operators of tensors of rows, which are the last dimension but one."""

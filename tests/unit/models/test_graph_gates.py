@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
-from nibble.kernels import gated, linear
+from nibble.kernels import gated, linear, quantized_linear
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.models import graph_passes
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from packed_weights import KINDS, quantize
 
 HIDDEN, HALF = 256, 64
 _SEED = torch.Generator().manual_seed(0)
@@ -136,3 +143,31 @@ def test_small_and_odd_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not joins(names(odd))
     monkeypatch.setattr(gated, "MIN_BYTES", WEIGHT.nbytes + 1)
     assert not joins(names(by_torch))
+
+
+def matrix_of(name: str) -> PackedMatrix:
+    weight = torch.randn(2 * HIDDEN, HIDDEN, generator=_SEED).bfloat16()
+    return replace(quantize(weight, KINDS[name].format), activations=KINDS[name].activations)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "int4"])
+def test_a_gate_is_joined_with_a_packed_weight(name: str) -> None:
+    matrix = matrix_of(name)
+
+    def mlp(x: Tensor, weight: Tensor) -> Tensor:
+        y = quantized_linear.quantized_linear(x, matrix)
+        return F.silu(y[..., :HIDDEN]) * y[..., HIDDEN:]
+
+    operators = names(mlp)
+    assert operators.count("nibble.quantized_gated_linear.default") == 1
+    assert "nibble.quantized_linear.default" not in operators
+
+
+def test_a_gate_stays_where_inputs_are_quantised() -> None:
+    matrix = matrix_of("fp8a8")
+
+    def mlp(x: Tensor, weight: Tensor) -> Tensor:
+        y = quantized_linear.quantized_linear(x, matrix)
+        return F.silu(y[..., :HIDDEN]) * y[..., HIDDEN:]
+
+    assert "nibble.quantized_linear.default" in names(mlp)

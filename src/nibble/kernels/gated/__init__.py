@@ -85,10 +85,16 @@ def _by_cuda(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
 
 
 def _in_two(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    return gate(F.linear(x, weight))
+
+
+def gate(y: Tensor) -> Tensor:
+    """Return silu(the first half) * the second half of each row, [..., 2N] -> [..., N]."""
+    if not (y.is_cuda and triton_present()):
+        return naive.gate(y)
     from nibble.kernels.gated.triton import gate
 
-    y = F.linear(x, weight)
-    return gate(y.view(-1, y.shape[-1])).view(*y.shape[:-1], weight.shape[0] // 2)
+    return gate(y.view(-1, y.shape[-1])).view(*y.shape[:-1], y.shape[-1] // 2)
 
 
 _RUN: dict[str, Multiply] = {TORCH: _in_two, TRITON: _by_triton, CUDA: _by_cuda}

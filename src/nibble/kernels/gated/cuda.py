@@ -49,7 +49,14 @@ def serves(shape: Sequence[int], dtype: torch.dtype, arch: int) -> bool:
     )
 
 
-def gated_linear(x: Tensor, weight: Tensor, *, rounds_silu: bool = ROUNDS_SILU, band: int = BAND) -> Tensor:
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    rounds_silu: bool = ROUNDS_SILU,
+    band: int = BAND,
+    out_TN: Tensor | None = None,
+) -> Tensor:
     """Return silu(x Wg^T) * (x Wu^T), as naive.gated_linear() does.
 
     Args:
@@ -57,9 +64,10 @@ def gated_linear(x: Tensor, weight: Tensor, *, rounds_silu: bool = ROUNDS_SILU, 
         weight: [2N, K] in bfloat16, gates first; contiguous, from a multiple of 16 bytes on.
         rounds_silu: Whether silu is rounded before it is a factor.
         band: Rows of tiles that share columns of the weight.
+        out_TN: Where to leave the result, as tensor maps want it: columns of a wider one, for instance.
 
     Returns:
-        [..., N] in bfloat16.
+        [..., N] in bfloat16, or `out_TN`.
 
     Raises:
         BackendError: The driver refuses the tensors or the launch.
@@ -68,7 +76,7 @@ def gated_linear(x: Tensor, weight: Tensor, *, rounds_silu: bool = ROUNDS_SILU, 
     from nibble.kernels.tensor_map import copyable, tensor_map
 
     (double, inputs), device = weight.shape, weight.device
-    out = x.new_empty(*x.shape[:-1], double // 2)
+    out = x.new_empty(*x.shape[:-1], double // 2) if out_TN is None else out_TN
     if not out.numel():
         return out
     x_TK, out_TN = copyable(x.reshape(-1, inputs)), out.view(-1, double // 2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import UNBOUNDED, ahead
+from nibble.kernels import UNBOUNDED, ahead, gated
 from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import Activations, WeightFormat
@@ -47,6 +47,23 @@ def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = Non
         x, x_scale = naive.quantize_activations(x, matrix.activations, matrix.input_scale)
     y: Tensor = torch.ops.nibble.quantized_linear(
         x, x_scale, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
+    )
+    return y
+
+
+def quantized_gated_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = None) -> Tensor:
+    """Compute silu(x Wg^T) * (x Wu^T), the first product of an MLP and the gate behind it.
+
+    Args:
+        x: [..., K] in the compute dtype; it is not quantised.
+        matrix: [2N, K], gates first.
+        locks: As in quantized_linear().
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    y: Tensor = torch.ops.nibble.quantized_gated_linear(
+        x, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
     )
     return y
 
@@ -98,19 +115,24 @@ class KernelTest:
             # In no order, so that a kernel that takes a row for another fails.
             rows = torch.randint(len(self.x), (tokens,), generator=generator, device=self.x.device)
             x, expected = self.x[rows], self.expected[rows]
-            norm = float(torch.linalg.vector_norm(expected, dtype=torch.float32))
             # Twice, as a kernel must leave its locks as they were.
             for _ in range(2):
-                difference = quantized_linear(x, matrix, locks).sub_(expected)
-                error = float(torch.linalg.vector_norm(difference, dtype=torch.float32))
-                # A matrix of zeros is right, too.
-                if not error <= TOLERANCE * norm:
-                    raise BackendError(
-                        f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
-                        f"({matrix.format}) are off by {error:.3g} where the definition's norm is {norm:.3g}, and "
-                        f"{TOLERANCE:g} of it is allowed; serve with --quantized-weights unpacked, and please report "
-                        "this"
-                    )
+                _compare(quantized_linear(x, matrix, locks), expected, matrix)
+            if cuda.is_many_gated(matrix, tokens):
+                _compare(quantized_gated_linear(x, matrix, locks), gated.gate(expected), matrix)
+
+
+def _compare(y_TN: Tensor, expected_TN: Tensor, matrix: PackedMatrix) -> None:
+    """Raise BackendError where a product, which is overwritten, is not what the definition says."""
+    norm = float(torch.linalg.vector_norm(expected_TN, dtype=torch.float32))
+    error = float(torch.linalg.vector_norm(y_TN.sub_(expected_TN), dtype=torch.float32))
+    # A matrix of zeros is right, too.
+    if not error <= TOLERANCE * norm:
+        raise BackendError(
+            f"the start-up test failed: {len(y_TN)} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
+            f"({matrix.format}) are off by {error:.3g} where the definition's norm is {norm:.3g}, and "
+            f"{TOLERANCE:g} of it is allowed; serve with --quantized-weights unpacked, and please report this"
+        )
 
 
 class Preparation:
@@ -123,7 +145,14 @@ class Preparation:
         """Begin to compile the kernels of matrices in the layout NAIVE."""
         self._tests: dict[KernelKey, KernelTest] = {}
         self._count = 0
-        _humming().explained(lambda: _humming().compile_all(matrices))
+        by_key = {matrix.key: matrix for matrix in matrices}
+        _humming().explained(lambda: _humming().compile_all(by_key.values()))
+        with ahead.rehearsal():
+            for matrix in by_key.values():
+                if cuda.is_many_gated(matrix, cuda.MANY_TOKENS):
+                    cuda.many_gated_linear(
+                        matrix.codes.new_empty(1, matrix.shape[1], dtype=matrix.dtype), matrix
+                    )
 
     def __call__(self, matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
         """Return one of them in the layout of its kernels, and the int32 locks of its products."""
@@ -176,16 +205,22 @@ def _humming() -> Any:
     return humming
 
 
-# An operator, so that a compiler of models does not look into it.
-def _quantized_linear(
-    x: Tensor, x_scale: Tensor | None, codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None,
-    locks: Tensor | None, shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
-) -> Tensor:  # fmt: skip
+def _matrix(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None, locks: Tensor | None,
+    shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
+) -> PackedMatrix:  # fmt: skip
+    """Return the matrix of an operator's arguments."""
     format = WeightFormat(kind, group, scales, zero is not None, global_scale is not None)
     dtypes = getattr(torch, dtype), getattr(torch, rounded)
-    matrix = PackedMatrix(
+    return PackedMatrix(
         format, codes, scale, *dtypes, zero, global_scale, layout=layout, shape=(shape[0], shape[1])
     )
+
+
+# Operators, so that a compiler of models does not look into them.
+def _quantized_linear(x: Tensor, x_scale: Tensor | None, *facts: Any) -> Tensor:
+    matrix, locks = _matrix(*facts), facts[4]
+    shape, layout = matrix.shape, matrix.layout
     x_TK = x.reshape(-1, shape[1])
     if x_scale is not None and len(x_TK) and x_scale.dim() > 1:
         x_scale = x_scale.reshape(len(x_TK), -1)
@@ -200,16 +235,35 @@ def _quantized_linear(
     return y_TN.view(*x.shape[:-1], shape[0])
 
 
+def _quantized_gated_linear(x: Tensor, *facts: Any) -> Tensor:
+    matrix = _matrix(*facts)
+    x_TK = x.reshape(-1, matrix.shape[1])
+    if matrix.layout != NAIVE and cuda.is_many_gated(matrix, len(x_TK)):
+        y_TN = cuda.many_gated_linear(x_TK, matrix)
+    else:
+        y_TN = gated.gate(_quantized_linear(x_TK, None, *facts))
+    return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+
+
 def _result(x: Tensor, x_scale: Tensor | None, *arguments: Any) -> Tensor:
     """Return a tensor like the result, for the compiler."""
     shape, dtype = arguments[5], getattr(torch, arguments[9])
     return x.new_empty(*x.shape[:-1], shape[0], dtype=x.dtype if x_scale is None else dtype)
 
 
+def _gated_result(x: Tensor, *facts: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], facts[5][0] // 2)
+
+
 _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
-_library.define(
-    "quantized_linear(Tensor x, Tensor? x_scale, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, "
-    "Tensor? locks, int[] shape, str kind, int group, str scales, str dtype, str rounded, str layout) -> Tensor"
+_FACTS = (
+    "Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? locks, int[] shape, str kind, int group, "
+    "str scales, str dtype, str rounded, str layout"
 )
+_library.define(f"quantized_linear(Tensor x, Tensor? x_scale, {_FACTS}) -> Tensor")
 _library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::quantized_linear", _result, lib=_library)
+# silu(the first half of x W^T) * the second.
+_library.define(f"quantized_gated_linear(Tensor x, {_FACTS}) -> Tensor")
+_library.impl("quantized_gated_linear", _quantized_gated_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::quantized_gated_linear", _gated_result, lib=_library)
