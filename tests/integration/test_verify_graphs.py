@@ -6,6 +6,7 @@ The drafter was told the answers and gets some tokens wrong, so steps have reque
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from nibble import LLM
 from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_graph_blocker, verify_sizes
+from nibble.engine import model_runner
 from nibble.engine.graphs import Graphs, live
+from nibble.kernels.step_inputs import naive
+from nibble.model_spec import Phase
 from planning import PLAIN
 from tape import record
 from toys import graph_backend
@@ -139,3 +143,25 @@ def test_pages_ahead_are_sent_before_the_step_and_take_none_of_others(
         found = llm.generate(PROMPTS, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
         same([output.completions[0] for output in found], plain)
         assert llm.engine.scheduler.metrics.preemptions == 0
+
+
+def test_a_rehearsal_has_the_lengths_of_steps(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There what our kernels make is zero; operators of torch rely on lengths of queries that add up to all rows."""
+    batches = list[Any]()
+
+    def nothing(*arguments: Any) -> Any:
+        made = naive.verify_inputs(*arguments)
+        tensors = {name: getattr(made, name) for name in made.__slots__}
+        return replace(made, **{name: None if x is None else x.zero_() for name, x in tensors.items()})
+
+    with oracle({}, 0.2, most=7) as name:
+        llm = served(speculative=name)
+        runner = llm.engine.runner
+        own = runner._with_frames
+        monkeypatch.setattr(runner, "_with_frames", lambda *given: (batches.extend(given[1]), own(*given))[1])
+        monkeypatch.setattr(model_runner, "verify_inputs", nothing)
+        recorded(llm, record)
+    verifying = [batch for batch in batches if batch.phase is Phase.VERIFY]
+    assert verifying
+    for batch in verifying:
+        assert tuple(batch.cu_seqlens_q_B1.diff().tolist()) == batch.query_lens

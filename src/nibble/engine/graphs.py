@@ -60,6 +60,11 @@ class Graphs:
         """Of a step with drafts, as VerifyInputs has them."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         """0, 1, 2, ...: where requests of one token begin."""
+        self.cu_seqlens_of = {
+            (requests, rows): self.cu_seqlens_q[: requests + 1] * rows for requests, rows in verify_sizes
+        }
+        """The same of each step with drafts. Made here: a rehearsal launches no kernel of ours, so what these make is
+        zero, and operators of torch rely on the sum of these lengths."""
         self.rows = torch.arange(max_rows, device=device)
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)

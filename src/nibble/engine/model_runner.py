@@ -563,7 +563,7 @@ class ModelRunner:
         max_seq_len = inputs.pages_BN.shape[1] * page_size
         batch = AttentionBatch(
             Phase.VERIFY, 0, requests * length, (length,) * requests, (max_seq_len,) * requests,
-            inputs.pages_BN, inputs.cu_seqlens_q_B1, inputs.seq_lens_B, sent.rows_B,
+            inputs.pages_BN, graphs.cu_seqlens_of[size], inputs.seq_lens_B, sent.rows_B,
             bounds=True, exact_table_BN=inputs.exact_BN, new_B=inputs.new_B,
         )  # fmt: skip
         state_batch = None

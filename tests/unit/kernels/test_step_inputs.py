@@ -71,7 +71,6 @@ def test_inputs_with_drafts(length: int, width: int, has_exact: bool) -> None:
         [-1] * length,
     ]
     assert expected.seq_lens_B.tolist() == numbers[1]
-    assert expected.cu_seqlens_q_B1.tolist() == [0, length, 2 * length, 3 * length, 4 * length]
     for name in naive.DraftInputs.__slots__:
         one, other = getattr(found, name), getattr(expected, name)
         assert (one is None) == (other is None) == (not has_exact and name.startswith("exact"))

@@ -70,8 +70,6 @@ class DraftInputs:
     """int32: stored tokens, the new ones included; 0 in rows of padding."""
     new_B: Tensor
     """int32 new tokens."""
-    cu_seqlens_q_B1: Tensor
-    """int32: where each request's rows begin, and all end."""
 
 
 def resolve_ids(ids: Tensor, rows: Tensor, latest_R: Tensor, drafts_KR: Tensor | None) -> Tensor:
@@ -113,7 +111,7 @@ def verify_inputs(
     rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tables: Tables
 ) -> DraftInputs:
     """Return the inputs of a step of several rows for each request; see the package."""
-    count, length = ids_BL.shape
+    length = ids_BL.shape[1]
     row_L = torch.arange(length, device=rows_B.device)
     positions_BL = (ends_B[:, None] - length + row_L).maximum((ends_B - new_B)[:, None])
     is_new_BL = row_L >= length - new_B[:, None]
@@ -129,5 +127,4 @@ def verify_inputs(
     return DraftInputs(
         resolve_ids(ids_BL, rows_B[:, None], tables.latest_R, tables.drafts_KR).flatten(), positions_BL.flatten(),
         slots_T, pages_BN, exact_BN, exact_slots_T, ends_B.int(), new_B.int(),
-        torch.arange(0, count * length + 1, length, dtype=torch.int32, device=rows_B.device),
     )  # fmt: skip

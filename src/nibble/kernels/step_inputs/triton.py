@@ -72,7 +72,7 @@ def decode_inputs(rows_B: Tensor, positions_B: Tensor, ids_B: Tensor, tables: Ta
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "ends", "new", "ids"])
 def verify_inputs_kernel(
     rows, ends, new, ids, latest, drafts, pages, exact, out_ids, out_positions, out_slots, out_pages, out_exact,
-    out_exact_slots, out_lens, out_new, out_starts, width,
+    out_exact_slots, out_lens, out_new, width,
     LENGTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PART: tl.constexpr, ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,10 +104,6 @@ def verify_inputs_kernel(
             tl.store(out_exact_slots + to, tl.where(is_new, slot + position % PAGE, -1), mask=has_row)
         tl.store(out_lens + request, end.to(tl.int32))
         tl.store(out_new + request, count.to(tl.int32))
-        start = (request * LENGTH).to(tl.int32)
-        tl.store(out_starts + request, start)
-        # The last request writes where all end.
-        tl.store(out_starts + request + 1, start + LENGTH, mask=request == tl.num_programs(0) - 1)
 
 
 def verify_inputs(
@@ -120,12 +116,12 @@ def verify_inputs(
     has_exact = tables.exact_RN is not None
     out = DraftInputs(
         empty(total), empty(total), empty(total), short(count, width), short(count, width) if has_exact else None,
-        empty(total) if has_exact else None, short(count), short(count), short(count + 1),
+        empty(total) if has_exact else None, short(count), short(count),
     )  # fmt: skip
     verify_inputs_kernel[(count, cdiv(width, PART))](
         rows_B, ends_B, new_B, ids_BL, tables.latest_R, tables.drafts_KR, tables.pages_RN, tables.exact_RN, out.ids_T,
         out.positions_T, out.slots_T, out.pages_BN, out.exact_BN, out.exact_slots_T, out.seq_lens_B, out.new_B,
-        out.cu_seqlens_q_B1, width, length, next_power_of_2(length), tables.page_size, PART, ON_DEVICE, bool(options),
+        width, length, next_power_of_2(length), tables.page_size, PART, ON_DEVICE, bool(options),
         num_warps=4, **options,
     )  # fmt: skip
     return out
