@@ -87,13 +87,13 @@ def verify_inputs_kernel(
         end, count, i = tl.load(ends + request), tl.load(new + request), tl.arange(0, BLOCK)
         to, has_row = request * LENGTH + i, i < LENGTH
         token = tl.load(ids + to, mask=has_row, other=0)
-        known = tl.load(latest + row)
+        unsent = tl.load(latest + row)
         if drafts is not None:
             is_draft = has_row & (token < ON_DEVICE)
             known = tl.where(
                 is_draft, tl.load(drafts + (ON_DEVICE - 1 - token), mask=is_draft, other=0), known
             )
-        tl.store(out_ids + to, tl.where(token < 0, known, token), mask=has_row)
+        tl.store(out_ids + to, tl.where(token < 0, unsent, token), mask=has_row)
         position = tl.maximum(end - LENGTH + i, end - count)
         tl.store(out_positions + to, position, mask=has_row)
         is_new = has_row & (i >= LENGTH - count)
