@@ -90,9 +90,8 @@ def verify_inputs_kernel(
         unsent = tl.load(latest + row)
         if drafts is not None:
             is_draft = has_row & (token < ON_DEVICE)
-            known = tl.where(
-                is_draft, tl.load(drafts + (ON_DEVICE - 1 - token), mask=is_draft, other=0), known
-            )
+            draft = tl.load(drafts + (ON_DEVICE - 1 - token), mask=is_draft, other=0)
+            unsent = tl.where(is_draft, draft, unsent)
         tl.store(out_ids + to, tl.where(token < 0, unsent, token), mask=has_row)
         position = tl.maximum(end - LENGTH + i, end - count)
         tl.store(out_positions + to, position, mask=has_row)
