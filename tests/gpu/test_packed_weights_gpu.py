@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from nibble.kernels import import_problem
-from nibble.kernels.quantized_linear import TOLERANCE, Preparation, expected_product, quantized_linear
+from nibble.kernels.gated import naive
+from nibble.kernels.quantized_linear import (
+    TOLERANCE,
+    Preparation,
+    cuda,
+    expected_product,
+    quantized_gated_linear,
+    quantized_linear,
+)
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
 from nibble.kernels.weight_formats import FP8_ARCH, PACKAGE, Activations, WeightFormat
 
@@ -63,3 +71,21 @@ def test_each_kernel_computes_what_the_definition_says(name: str) -> None:
         graph.replay()
         expected = expected_product(x, matrix).float()
         assert (y.float() - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of SM90",
+)
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
+def test_gated_products_of_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    half = 2 * cuda.GATED_MULTIPLE + 64
+    matrix = matrix_of(KINDS_HERE[name], 2 * half, 1.0)
+    packed, locks = Preparation([matrix])(matrix)
+    x = torch.randn(cuda.MANY_TOKENS + 1, 512, device="cuda").bfloat16()
+    expected = naive.gate(expected_product(x, matrix)).float()
+    for slice_bytes in (1, 1 << 30):
+        monkeypatch.setattr(cuda, "SLICE", slice_bytes)
+        y = quantized_gated_linear(x, packed, locks).float()
+        assert (y - expected).norm() <= TOLERANCE * expected.norm()

@@ -1,9 +1,9 @@
 """Gates behind the first products of MLPs, in the graph of a compiled model: one operator computes both.
 
 A family's MLP multiplies by two weights, which are one here (linear.py), and joins the halves of the outputs. A kernel
-that has a value of each half joins them before it stores anything (kernels/gated). As for projections
-(graph_projections.py), the formula is not read off the graph: what stands behind a product must compute values one by
-one, and it is run over random ones.
+that has a value of each half joins them before it stores anything (kernels/gated); so do some with packed weights, and
+others have a launch behind them (kernels/quantized_linear). As for projections (graph_projections.py), the formula is
+not read off the graph: what stands behind a product must compute values one by one, and it is run over random ones.
 
 Shape suffixes: T tokens, N values of a half.
 """

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import ahead
+from nibble.kernels import ahead, gated
 from nibble.kernels import quantized_linear as operation
-from nibble.kernels.quantized_linear import Preparation, naive, quantized_linear
+from nibble.kernels.quantized_linear import Preparation, cuda, naive, quantized_gated_linear, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
 from nibble.kernels.weight_formats import (
     GROUP,
@@ -484,3 +484,36 @@ def test_a_launch_that_fails_says_what_to_do(library: Library, monkeypatch: pyte
     monkeypatch.setattr(sys.modules["humming"].ops, "launch_kernel", fail)  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match=r"invalid device image.*--quantized-weights unpacked"):
         quantized_linear(torch.ones(1, 256).bfloat16(), packed, locks)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "int4", "int4z"])
+def test_a_gate_behind_a_product_is_that_of_the_rounded_product(name: str) -> None:
+    matrix, x = matrix_of(name), torch.randn(2, 5, 256, generator=RANDOM).bfloat16()
+    y = quantized_gated_linear(x, matrix)
+    assert torch.equal(y, gated.naive.gate(quantized_linear(x, matrix))) and y.shape == (2, 5, 64)
+    assert quantized_gated_linear(x[:, :0], matrix).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2 * 256 * 2 * 704 * 2, 1 << 30])
+@pytest.mark.parametrize("half", [192, 704, 3 * 704 + 64])
+def test_gated_products_of_slices(half: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates and what they gate meet, whatever is dequantised at a time; stand-ins do what kernels do."""
+    matrix, x = matrix_of("fp8", 2 * half), torch.randn(5, 256, generator=RANDOM).bfloat16()
+    slices = list[int]()
+
+    def unpack(matrix: PackedMatrix, first: int, out_NK: Tensor) -> None:
+        assert first % cuda.UNPACK_SIZE == len(out_NK) % cuda.UNPACK_SIZE == 0
+        out_NK.copy_(naive.dequantize(matrix, first, first + len(out_NK)))
+
+    def multiply(x: Tensor, weight: Tensor, *, out_TN: Tensor) -> Tensor:
+        slices.append(out_TN.shape[1])
+        return out_TN.copy_(gated.naive.gated_linear(x, weight))
+
+    monkeypatch.setattr(cuda, "SLICE", slice_bytes)
+    monkeypatch.setattr(cuda, "unpack", unpack)
+    monkeypatch.setattr(cuda.gated, "gated_linear", multiply)
+    y = cuda.many_gated_linear(x, matrix).float()
+    expected = gated.naive.gated_linear(x, naive.dequantize(matrix).to(x.dtype)).float()
+    assert (y - expected).norm() <= 1e-2 * expected.norm()
+    most = {1: 704, 1 << 30: half}.get(slice_bytes, 2 * 704)
+    assert max(slices) == min(most, half) and sum(slices) == half

@@ -37,16 +37,18 @@ def test_inputs(width: int, has_exact: bool) -> None:
             assert torch.equal(one, other) and one.dtype == other.dtype, name
 
 
+@pytest.mark.parametrize("has_unread", [False, True])
 @pytest.mark.parametrize("has_exact", [False, True])
 @pytest.mark.parametrize(("length", "width"), [(4, 3), (3, 3), (8, fast.PART + 5)])
-def test_inputs_with_drafts(length: int, width: int, has_exact: bool) -> None:
+def test_inputs_with_drafts(length: int, width: int, has_exact: bool, has_unread: bool) -> None:
     rng = torch.Generator().manual_seed(width)
     rows = 7
     pages, exact = (torch.randint(0, 1000, (rows, width), generator=rng, dtype=torch.int32) for _ in range(2))
     latest, drafts = torch.arange(100, 100 + rows), 1000 + torch.arange(7 * rows).view(7, rows)
     tables = Tables(
-        pages.to(DEVICE), latest.to(DEVICE), exact.to(DEVICE) if has_exact else None, PAGE, drafts.to(DEVICE)
-    )
+        pages.to(DEVICE), latest.to(DEVICE), exact.to(DEVICE) if has_exact else None, PAGE,
+        drafts.to(DEVICE) if has_unread else None,
+    )  # fmt: skip
     last = width * PAGE
     # All rows new, and over the end of a page; one of them; a request's first tokens; padding.
     numbers = [[6, 0, 3, 5], [PAGE + 2, last, 2, 0], [length, 1, 2, 0]]
@@ -57,8 +59,10 @@ def test_inputs_with_drafts(length: int, width: int, has_exact: bool) -> None:
     found, expected = (
         module.verify_inputs(row, end, new, ids.to(DEVICE), tables) for module in (fast, naive)
     )
+    # Where nobody leaves drafts there, all that the host does not know was sampled last.
+    unread = 1000 + 2 * rows + 3 if has_unread else 103
     assert expected.ids_T[length:].tolist() == [
-        *[100] * length, 2 * length, *[1000 + 2 * rows + 3] * (length - 1), *range(3 * length, 4 * length)
+        *[100] * length, 2 * length, *[unread] * (length - 1), *range(3 * length, 4 * length)
     ]  # fmt: skip
     assert expected.positions_T[:length].tolist() == list(range(PAGE + 2 - length, PAGE + 2))
     assert expected.positions_T[length:].tolist() == [

@@ -192,6 +192,16 @@ def many_gated_linear(x_TK: Tensor, matrix: PackedMatrix) -> Tensor:
     return out_TN
 
 
+def launch_gated(matrix: PackedMatrix) -> None:
+    """Launch the kernels of many_gated_linear() for little, where it serves a matrix: a rehearsal compiles them so."""
+    if is_many_gated(matrix, MANY_TOKENS):
+        x_TK, weight_NK = (
+            matrix.codes.new_empty(rows, matrix.shape[1], dtype=matrix.dtype) for rows in (1, UNPACK_SIZE)
+        )
+        unpack(matrix, 0, weight_NK)
+        gated.gated_linear(x_TK, weight_NK)
+
+
 def unpack(matrix: PackedMatrix, first: int, out_NK: Tensor) -> None:
     """Dequantise the rows of a matrix from `first` on, as many as out [N, K] has; both are multiples of UNPACK_SIZE.
 

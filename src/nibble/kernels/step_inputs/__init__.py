@@ -1,6 +1,6 @@
 """step_inputs: what a recorded step makes of the few integers that it is sent, in one launch.
 
-In torch it is a dozen operations, each of which takes a small launch longer than its work.
+In torch it is a dozen operations and more, each of which takes a small launch longer than its work.
 
 Shape suffixes: B requests, L rows of each in a step with drafts.
 """
