@@ -67,6 +67,46 @@ def test_a_rehearsal_goes_through_and_leaves_nothing(
         assert before == again
 
 
+KINDS_OF_LAYERS: dict[str, tuple[int, ...]] = {
+    "heads": (0,),
+    "latents": (0, 1),
+    "sparse, host tier": (0, 1, 2),  # the first has no experts, and the second shares an indexer
+    "recurrent": (0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_alike_are_rehearsed_once(name: str, tmp_path: Path) -> None:
+    family, changes, options = MODELS[name]
+    if name in ("heads", "latents"):
+        changes = {**changes, "num_hidden_layers": 5}
+    with LLM(str(save_tiny(tmp_path, family, **changes)), **{**USUAL, **options}) as llm:
+        runner, ran = llm.engine.runner, set[int]()
+        (layers,) = (
+            one for one in runner.model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) > 1
+        )
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, i=i: ran.add(i))
+        rehearsal.rehearse(runner, [partial(warmup_steps.run_prompts, runner, (9, 20))])
+        assert tuple(sorted(ran)) == KINDS_OF_LAYERS[name] and len(runner.model.model.layers) == len(layers)
+        ran.clear()
+        llm.generate([[1, 2, 3]], max_tokens=2, ignore_eos=True)
+        assert len(ran) == len(layers)
+
+
+def test_a_part_that_counts_on_all_layers_has_them(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(tiny), kv_format="nvfp4", **USUAL) as llm:
+        model, counts = llm.engine.runner.model.model, list[int]()
+
+        def part() -> None:
+            counts.append(len(model.layers))
+            assert len(model.layers) > 1
+
+        with caplog.at_level(logging.INFO, "nibble.compile"):
+            rehearsal.rehearse(llm.engine.runner, [part])
+        assert counts == [1, len(model.layers)] and not caplog.messages
+
+
 def test_what_fails_is_left_out(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = list[int]()
 

@@ -1,5 +1,7 @@
 """Go through a start before it happens, so that its kernels are compiled at the same time (kernels/ahead.py).
 
+Layers that are alike launch the same kernels, so a rehearsal goes through the first ones alone, up to one of each kind.
+
 What was rehearsed once is on disk, in Triton's folder and in that of NVRTC's code. So a mark is left in the cache
 folder, by all that decides which kernels there are; a start that finds it goes without.
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import nibble
 from nibble import files
@@ -36,14 +41,71 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
         runner: runs the model as it is written meanwhile.
         parts: what the start will do, on this thread. One that fails is left out: the start itself will tell.
     """
+    first: Callable[[], AbstractContextManager[None]] = nullcontext
+    with suppress(Exception):  # whatever a model has no config for
+        first = _first_of_each_kind(runner)
     with ahead.rehearsal(), runner.eager(), torch.inference_mode():
         for part in parts:
+            # A family's code may count on all of its layers.
+            with suppress(Exception), first():
+                part()
+                continue
             try:
                 part()
             except Exception as error:  # of all kinds, as nothing is computed
                 log.info("a part of the rehearsal fails (%s: %s)", type(error).__name__, error)
     # As it is written, a model takes more memory than compiled.
     torch.cuda.empty_cache()
+
+
+def _first_of_each_kind(runner: ModelRunner) -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets a model have its first layers alone, up to one of each kind, in a body."""
+    owners = _owners_of_layers(runner.model)
+    # Hidden states of layers that a head reads would be missing.
+    if len(owners) != 1 or runner.has_taps:
+        return nullcontext
+    ((parent, name),) = owners
+    layers: nn.ModuleList = getattr(parent, name)
+    kinds = [(_structure(layer), _role(runner, i)) for i, layer in enumerate(layers)]
+    few = layers[: 1 + max(kinds.index(kind) for kind in kinds)]
+
+    @contextmanager
+    def first() -> Iterator[None]:
+        setattr(parent, name, few)
+        try:
+            yield
+        finally:
+            setattr(parent, name, layers)
+
+    return first
+
+
+def _owners_of_layers(model: Any) -> list[tuple[nn.Module, str]]:
+    """Return who has lists of as many modules as a model has layers, and under which names."""
+    total = model.config.get_text_config().num_hidden_layers
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and 0 < len(child) == total
+    ]
+
+
+def _structure(layer: nn.Module) -> tuple[Hashable, ...]:
+    """Return what a layer's modules and tensors are."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return (
+        *((name, type(module)) for name, module in layer.named_modules()),
+        *((name, tuple(x.shape), x.dtype) for name, x in tensors),
+    )
+
+
+def _role(runner: ModelRunner, layer: int) -> tuple[Hashable, ...]:
+    """Return what attention, caches and states are for a layer."""
+    plan = runner.plan
+    groups = tuple(i for i, group in enumerate(plan.groups) if layer in group.layers)
+    stored = tuple(replace(one, layer=0) for one in plan.layout.layers if one.layer == layer)
+    return groups, stored
 
 
 def rehearse_graphs(
