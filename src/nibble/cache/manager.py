@@ -330,10 +330,9 @@ class CacheManager:
             # a shared page must lie below pages of the tree that the lease itself holds.
             lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
             lease.num_shared_pages += lease.is_sharing
-        if self._window:
-            self._window.commit(lease, previous)
-        if self._states:
-            self._states.commit(lease, previous)
+        for books in (self._window, self._states):
+            if books:
+                books.commit(lease, previous)
 
     def draft_room(self, lease: Lease, start: int) -> int:
         """Return the most draft tokens that a step may have after the token at `start`."""

@@ -42,7 +42,7 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
         parts: what the start will do, on this thread. One that fails is left out: the start itself will tell.
     """
     first: Callable[[], AbstractContextManager[None]] = nullcontext
-    with suppress(Exception):  # whatever a model has no config for
+    with suppress(Exception):  # a model that is built otherwise goes through all of its layers
         first = _first_of_each_kind(runner)
     with ahead.rehearsal(), runner.eager(), torch.inference_mode():
         for part in parts:
@@ -101,7 +101,7 @@ def _structure(layer: nn.Module) -> tuple[Hashable, ...]:
 
 
 def _role(runner: ModelRunner, layer: int) -> tuple[Hashable, ...]:
-    """Return what attention, caches and states are for a layer."""
+    """Return what attends for a layer, and what it stores."""
     plan = runner.plan
     groups = tuple(i for i, group in enumerate(plan.groups) if layer in group.layers)
     stored = tuple(replace(one, layer=0) for one in plan.layout.layers if one.layer == layer)

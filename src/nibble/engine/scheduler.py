@@ -228,14 +228,14 @@ class Scheduler:
             new = tokens[request.id] if item.samples_token else ()
             new = (new,) if isinstance(new, int) else new
             # Those are stored already, and a page that they fill enters the tree by its tokens.
-            num_accepted = len(accepted := new[:-1])
+            accepted = new[:-1]
             request.token_ids += accepted
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
                     f"request {request.id!r}: this batch was committed before"
                 )
-                num_rejected = len(item.drafts) - num_accepted
+                num_rejected = len(item.drafts) - len(accepted)
                 self.manager.commit(request.lease, request.token_ids, item.end - num_rejected)
                 if item.drafts:
                     self.manager.take_back(request.lease)

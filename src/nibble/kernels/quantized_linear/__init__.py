@@ -121,21 +121,23 @@ class KernelTest:
             x, expected = self.x[rows], self.expected[rows]
             # Twice, as a kernel must leave its locks as they were.
             for _ in range(2):
-                _compare(quantized_linear(x, matrix, locks), expected, matrix)
+                _compare(quantized_linear(x, matrix, locks), expected, tokens, matrix)
             # Of all matrices that could have a gate behind them: which have shows in the compiled graph.
             if cuda.is_many_gated(matrix, tokens):
                 y_TN = quantized_gated_linear(x, matrix, locks)[::GATED_ROWS]
-                _compare(y_TN, naive_gate(expected[::GATED_ROWS]), matrix, " with the gate behind them")
+                _compare(
+                    y_TN, naive_gate(expected[::GATED_ROWS]), tokens, matrix, " with the gate behind them"
+                )
 
 
-def _compare(y_TN: Tensor, expected_TN: Tensor, matrix: PackedMatrix, what: str = "") -> None:
-    """Raise BackendError where a product, which is overwritten, is not what the definition says."""
+def _compare(y_TN: Tensor, expected_TN: Tensor, tokens: int, matrix: PackedMatrix, what: str = "") -> None:
+    """Raise BackendError where rows of a product, which are overwritten, are not what the definition says."""
     norm = float(torch.linalg.vector_norm(expected_TN, dtype=torch.float32))
     error = float(torch.linalg.vector_norm(y_TN.sub_(expected_TN), dtype=torch.float32))
     # A matrix of zeros is right, too.
     if not error <= TOLERANCE * norm:
         raise BackendError(
-            f"the start-up test failed: {len(y_TN)} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
+            f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
             f"({matrix.format}){what} are off by {error:.3g} where the definition's norm is {norm:.3g}, and "
             f"{TOLERANCE:g} of it is allowed; serve with --quantized-weights unpacked, and please report this"
         )

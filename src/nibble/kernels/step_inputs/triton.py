@@ -20,6 +20,16 @@ PART = 512
 """Pages that a program copies."""
 
 
+@triton.jit
+def _copy_pages(pages, exact, out_pages, out_exact, row, request, width, PART: tl.constexpr):
+    """Copy a part of a request's rows of both page tables, if there are two."""
+    at = tl.program_id(1) * PART + tl.arange(0, PART)
+    live = at < width
+    tl.store(out_pages + request * width + at, tl.load(pages + row * width + at, mask=live), mask=live)
+    if exact is not None:
+        tl.store(out_exact + request * width + at, tl.load(exact + row * width + at, mask=live), mask=live)
+
+
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "positions", "ids"])
 def decode_inputs_kernel(
     rows, positions, ids, latest, pages, exact, out_ids, out_positions, out_lens, out_pages, out_slots, out_exact,
@@ -27,11 +37,9 @@ def decode_inputs_kernel(
 ):  # fmt: skip
     """Look up a request. Grid: requests, parts of PART pages."""
     wait_for_inputs(PDL)
-    request, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
-    row, live = tl.load(rows + request), at < width
-    tl.store(out_pages + request * width + at, tl.load(pages + row * width + at, mask=live), mask=live)
-    if exact is not None:
-        tl.store(out_exact + request * width + at, tl.load(exact + row * width + at, mask=live), mask=live)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    _copy_pages(pages, exact, out_pages, out_exact, row, request, width, PART)
     if tl.program_id(1) == 0:
         token, position = tl.load(ids + request), tl.load(positions + request)
         tl.store(out_ids + request, tl.where(token < 0, tl.load(latest + row), token))
@@ -78,11 +86,9 @@ def verify_inputs_kernel(
 ):  # fmt: skip
     """Look up a request. Grid: requests, parts of PART pages."""
     wait_for_inputs(PDL)
-    request, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
-    row, live = tl.load(rows + request), at < width
-    tl.store(out_pages + request * width + at, tl.load(pages + row * width + at, mask=live), mask=live)
-    if exact is not None:
-        tl.store(out_exact + request * width + at, tl.load(exact + row * width + at, mask=live), mask=live)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    _copy_pages(pages, exact, out_pages, out_exact, row, request, width, PART)
     if tl.program_id(1) == 0:
         end, count, i = tl.load(ends + request), tl.load(new + request), tl.arange(0, BLOCK)
         to, has_row = request * LENGTH + i, i < LENGTH
