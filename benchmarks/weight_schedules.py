@@ -8,9 +8,9 @@ Shapes and times are those of quantized_linear.py; `fp8a8` has activations in FP
 measured as they are compiled, in parallel, in an order that begins with the library's own choice; what is not compiled
 within three quarters of the limit, in seconds, is left out; in the rest the library's own and the fastest settings of
 each matrix are measured as dependent launches (`use_pdl`), which start while the kernel in front ends. Those of 1 and 8
-rows are the same kernels, and so are those of all numbers above 64, which are for FP8 activations alone (--formats
-fp8a8 --rows 256,2048,8192). Entries for the table in src/nibble/kernels/quantized_linear/schedules.py are printed where
-a candidate is faster by 3% or more.
+rows are the same kernels, and with FP8 activations so are those of all numbers above 64 (--formats fp8a8 --rows
+256,2048,8192). Entries for the table in src/nibble/kernels/quantized_linear/schedules.py are printed where a candidate
+is faster by 3% or more.
 
 --compile needs no GPU: it writes machine code for an SM90 to a folder, which --cubins finds by its source on the
 machine that measures.
@@ -56,8 +56,11 @@ WGMMA_FP8 = ((128, 128, 32, 128), (128, 128, 16, 128), (64, 128, 16, 128), (128,
              (256, 128, 32, 128))  # fmt: skip
 """Outputs and inputs of a program, and those of a warp."""
 MANY = 2048
-"""Stands for all numbers of rows above FEW, in cases."""
+"""Stands for all numbers of rows above FEW, in cases with FP8 activations."""
 FEW = 64
+MIDDLE = ((128, 256, 64, 128, 32, 1), (128, 128, 64, 128, 32, 2), (256, 128, 64, 128, 32, 1),
+          (128, 256, 128, 128, 32, 1), (256, 256, 64, 256, 32, 1))  # fmt: skip
+"""Rows, outputs and inputs of a program for more rows in 16 bits; those of a warp; programs of a processor."""
 LARGE = ((64, 256, 64, 32), (96, 256, 96, 32), (128, 128, 128, 16), (160, 128, 160, 16), (128, 128, 64, 32))
 """Rows and outputs of a program that computes many rows, and those of a warp; inputs are 128."""
 SHARED = ((1, 1), (2, 1), (1, 2))
@@ -98,9 +101,10 @@ Job = tuple[Case, Settings, bool, Future[Any]]
 """A kernel that compiles: for which matrix, with which settings, and whether they are the library's own."""
 
 
-def tile_of(rows: int) -> int:
-    """The rows of a tile: a power of two, 8 at least; MANY above FEW."""
-    return max(8, 1 << (rows - 1).bit_length()) if rows <= FEW else MANY
+def tile_of(format: str, rows: int) -> int:
+    """The rows that settings are for: a power of two, 8 at least; with FP8 activations MANY above FEW."""
+    is_fp8 = bool(KINDS[format].activations)
+    return MANY if is_fp8 and rows > FEW else max(8, 1 << (rows - 1).bit_length())
 
 
 def candidates(case: Case, config: Any) -> Iterator[Settings]:
@@ -124,8 +128,8 @@ def candidates(case: Case, config: Any) -> Iterator[Settings]:
 def _variants(rows: int, is_fp8: bool) -> Iterator[Settings]:
     """All residencies of a kind of product, kinds in turn."""
     families: list[list[Settings]] = []
-    if rows == MANY:
-        yield from _large() if is_fp8 else ()
+    if rows > FEW:
+        yield from _large() if is_fp8 else _middle()
         return
     if is_fp8:
         families += [
@@ -160,6 +164,19 @@ def _large() -> Iterator[Settings]:
             "multi_cast_size_b": weights,
             "wgmma_split_issue_wait": splits,
             "wgmma_use_late_as": warp_rows > 96,
+        }
+
+
+def _middle() -> Iterator[Settings]:
+    """Settings for more than FEW rows in 16 bits."""
+    for stages, splits, (activations, weights), tile in product((4, 3, 5), (False, True), SHARED, MIDDLE):
+        rows, outputs, columns, warp_rows, warp_outputs, programs = tile
+        shape = outputs, columns, warp_outputs, columns
+        yield _settings(rows, "wgmma", shape, (stages, programs), True) | {
+            "warp_shape": (warp_rows, warp_outputs, columns),
+            "multi_cast_size_a": activations,
+            "multi_cast_size_b": weights,
+            "wgmma_split_issue_wait": splits,
         }
 
 
@@ -351,11 +368,9 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    tiles = dict.fromkeys(tile_of(int(n)) for n in options.rows.split(","))
-    return [
-        Case(*names)
-        for names in product(options.formats.split(","), options.shapes.split(","), tiles)
-    ]  # fmt: skip
+    formats, shapes, rows = (getattr(options, name).split(",") for name in ("formats", "shapes", "rows"))
+    cases = (Case(f, shape, tile_of(f, int(n))) for f, shape, n in product(formats, shapes, rows))
+    return list(dict.fromkeys(cases))
 
 
 def compile_only(options: argparse.Namespace) -> None:
@@ -396,7 +411,7 @@ def measure(options: argparse.Namespace) -> list[Cell]:
             if error := job.exception():
                 print(f"{case.format} {case.shape}: {brief(settings)}: {str(error)[:120]}")
                 continue
-            for n in (n for n in rows if tile_of(n) == case.tile):
+            for n in (n for n in rows if tile_of(case.format, n) == case.tile):
                 cell = measured.cell(case, n, settings, is_own, job.result())
                 cells.append(cell)
                 wrong = "" if cell.error <= TOLERANCE else f"  WRONG: off by {cell.error:.2g}"
