@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nibble.engine.page_tables import NO_UPDATES, PackedInts, PageTables
-from nibble.kernels.transfer import PinnedBuffers
+from nibble.kernels.transfer import HostInputs, PinnedBuffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -14,18 +14,31 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_numbers_that_are_on_their_way_stay() -> None:
     """The device lags behind, and steps become longer: no buffer is written before all copies from it are done."""
     tables, sent = PageTables(1, 1, "cuda"), list[tuple[list[int], torch.Tensor, torch.Tensor]]()
-    inputs_N = torch.zeros(4000, dtype=torch.int64, device="cuda")
     for step in range(4 * PinnedBuffers.COUNT):
         torch.cuda._sleep(1 << 20)
         packed, values = PackedInts(), list(range(step, step + 100 * (step + 1)))
         place = packed.add(values)
-        if step % 2:
-            on_device = tables.send(packed)[place]
-        else:
-            ints = tables.send_inputs(packed, place, inputs_N, NO_UPDATES)
-            torch.cuda._sleep(1 << 20)
-            on_device = ints[place].to("cuda", non_blocking=True)
-        sent.append((values, on_device, inputs_N[: len(values)].clone()))
-    for step, (values, on_device, inputs) in enumerate(sent):
-        assert on_device.tolist() == values
-        assert step % 2 or inputs.tolist() == values
+        ints = tables.on_host(packed)
+        first = ints[place].to("cuda", non_blocking=True)
+        torch.cuda._sleep(1 << 20)
+        sent.append((values, first, ints[place].to("cuda", non_blocking=True)))
+    for values, first, second in sent:
+        assert first.tolist() == second.tolist() == values
+
+
+def test_inputs_of_recorded_steps_stay() -> None:
+    """A recorded step copies its inputs itself, and the host does not write those of the next one before it has."""
+    tables, inputs = PageTables(1, 1, "cuda"), HostInputs(4000, torch.device("cuda"))
+    graph, results = torch.cuda.CUDAGraph(), list[torch.Tensor]()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(1 << 20)
+        inputs.copy(4000)
+    for step in range(12):
+        packed = PackedInts()
+        packed.add([7] * 3)
+        tables.send_inputs(packed, packed.add([step] * 4000), inputs, NO_UPDATES)
+        graph.replay()
+        inputs.note_step()
+        results.append(inputs.on_device.clone())
+    for step, result in enumerate(results):
+        assert result.eq(step).all()

@@ -195,14 +195,15 @@ class DraftGraphs(Graphs):
         float64."""
         self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         """Tokens and chances of the steps of a chain, on the host."""
-        lengths = (VerifyInputs.length(*size) + size[0] for size in verify_sizes)
         self.stopwatch = Stopwatch(device)
-        self.verify_inputs = torch.zeros(max(lengths), dtype=torch.int64, device=device)
-        """Of a first step, as VerifyInputs has them, and slots of waiting states."""
         self._last_rows = {
             (requests, length): torch.arange(length - 1, requests * length, length, device=device)
             for requests, length in verify_sizes
         }
+
+    def num_inputs(self, size: tuple[int, int]) -> int:
+        """Return the inputs of a first step: as VerifyInputs has them, and slots of waiting states."""
+        return VerifyInputs.length(*size) + size[0]
 
     def length(self, requests: int) -> int:
         """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
@@ -234,8 +235,8 @@ class DraftGraphs(Graphs):
     @torch.inference_mode()
     def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:
         """Compute the first step of a chain, from buffer to buffer; graphs record this."""
-        inputs, first = VerifyInputs.of(self.verify_inputs, *size), VerifyInputs.length(*size)
-        slots_B = self.verify_inputs[first : first + size[0]]
+        sent, first = self.verify_inputs.on_device, VerifyInputs.length(*size)
+        inputs, slots_B = VerifyInputs.of(sent, *size), sent[first : first + size[0]]
         self._forward.input_states = partial(self._forward.waiting.at, slots_B)
         runner._verify(size, self)
         self.inputs[0, : size[0]].copy_(inputs.rows_B)

@@ -16,6 +16,7 @@ from torch import Tensor
 from nibble.attention.planner.plan import MIN_ROWS
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
+from nibble.kernels.transfer import HostInputs
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
@@ -55,8 +56,7 @@ class Graphs:
         max_rows = max(max_decodes, *(requests * rows for requests, rows in verify_sizes), 0)
         self.inputs = torch.zeros(3 * max_decodes, dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
-        lengths = (VerifyInputs.length(*size) for size in verify_sizes)
-        self.verify_inputs = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=device)
+        self.verify_inputs = HostInputs(max(map(self.num_inputs, verify_sizes), default=0), device)
         """Of a step with drafts, as VerifyInputs has them."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         """0, 1, 2, ...: where requests of one token begin."""
@@ -97,6 +97,15 @@ class Graphs:
         rows = rows_of(size)
         return self.inputs[: 3 * rows].view(3, rows).unbind()
 
+    def num_inputs(self, size: tuple[int, int]) -> int:
+        """Return the inputs of a step with drafts."""
+        return VerifyInputs.length(*size)
+
+    def copy_inputs(self, size: tuple[int, int]) -> VerifyInputs:
+        """Copy the inputs of a step with drafts to the device, and return them there; steps record this."""
+        self.verify_inputs.copy(self.num_inputs(size))
+        return VerifyInputs.of(self.verify_inputs.on_device, *size)
+
     def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
         """Return the rows of a step with drafts whose logits are computed."""
         return inputs.logit_rows_S
@@ -115,9 +124,9 @@ class Graphs:
         Raises:
             BackendError: a graph cannot hold a step.
         """
+        self.verify_inputs.on_host.zero_()  # no request has any token
         # The largest first: the others then fit into its memory.
         for shape in self.verify_sizes:
-            self.verify_inputs.zero_()  # no request has any token
             requests, rows = shape
             self._record_one(
                 shape,
@@ -144,6 +153,8 @@ class Graphs:
     def replay(self, size: int | tuple[int, int]) -> None:
         """Compute a step of this size from inputs to logits."""
         self._replays[size]()
+        if not isinstance(size, int):
+            self.verify_inputs.note_step()
 
 
 class CudaGraphs:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -47,7 +47,6 @@ from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
     PhaseGroup,
     StateRows,
-    VerifyInputs,
     attends_for_logits_only,
     logit_rows,
     pad_rows,
@@ -143,21 +142,21 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Return logits [S, V] of tokens that are sampled from, then of all logprob_rows; or of `every` token."""
-        with ExitStack() as updates:
-            for one in self.books or (self,):
-                updates.enter_context(one.tables.sending())
-            try:
-                logits = self._forward(batch.scheduled, every)
-                if self.states:
-                    for item in batch.scheduled:
-                        item.request.lease.state_copies = []
-            except BaseException:
-                # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
+        try:
+            logits = self._forward(batch.scheduled, every)
+            if self.states:
                 for item in batch.scheduled:
-                    item.request.lease.are_states_lost = True
-                if self.tier:
-                    self.tier.invalidate(self._rows(batch.scheduled))
-                raise
+                    item.request.lease.state_copies = []
+        except BaseException:
+            # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
+            for item in batch.scheduled:
+                item.request.lease.are_states_lost = True
+            if self.tier:
+                self.tier.invalidate(self._rows(batch.scheduled))
+            # Nor which pages the device knows of.
+            for one in self.books or (self,):
+                one.tables.forget_sent()
+            raise
         return logits
 
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
@@ -183,13 +182,14 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], probe: AttentionObserver | None
     ) -> int | tuple[int, int] | None:
         """Return the size of the recorded step that serves these requests, if one does."""
-        requests = len(scheduled)
-        if not self.graphs or not all(item.phase.decodes for item in scheduled):
+        requests, last = len(scheduled), scheduled[-1].phase
+        # In the order of PHASE_ORDER: steps that decode first, and of these those without drafts.
+        if not self.graphs or not last.decodes:
             return None
         if self.books:
             # All ranks replay the step of the one with most requests.
             requests = max(Counter(item.request.lease.rank for item in scheduled).values())
-        if all(item.phase is Phase.DECODE for item in scheduled):
+        if last is Phase.DECODE:
             return self.graphs.size_of(requests)
         # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
         if probe or (self.exact and unkept(scheduled, self.plan.page_size)):
@@ -546,8 +546,9 @@ class ModelRunner:
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
         inputs, of_sampled, state_rows = numbers.inputs
-        ints = self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
+        self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
         graphs.replay(size)
+        ints = self.tables.on_host(numbers.ints)
         self._note_rows(ints, numbers, ints[of_sampled])
         self.hidden_states = None
         if graphs.states is not None:
@@ -558,7 +559,7 @@ class ModelRunner:
     def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
         """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
         (requests, length), page_size, tables = size, self.plan.page_size, self.tables
-        sent = VerifyInputs.of(graphs.verify_inputs, requests, length)
+        sent = graphs.copy_inputs(size)
         inputs = verify_inputs(sent.rows_B, sent.ends_B, sent.new_B, sent.ids_BL, tables.on_device(page_size))
         max_seq_len = inputs.pages_BN.shape[1] * page_size
         batch = AttentionBatch(

@@ -5,6 +5,7 @@ Shape suffixes: R rows of the tables, one for each open lease and one for paddin
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS
 from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.step_inputs import ON_DEVICE, Tables, resolve_ids
-from nibble.kernels.transfer import PinnedBuffers
+from nibble.kernels.transfer import HostInputs, PinnedBuffers
 
 
 class PackedInts:
@@ -40,6 +41,11 @@ class PackedInts:
         if not self._ints:  # which frombuffer() refuses
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(self._ints, dtype=torch.int64)
+
+    def copy_to(self, to_N: Tensor, part: slice) -> None:
+        """Copy a list to the beginning of an int64 tensor on the host, without the price of an operator."""
+        address, size = self._ints.buffer_info()[0], self._ints.itemsize
+        ctypes.memmove(to_N.data_ptr(), address + size * part.start, size * (part.stop - part.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +181,16 @@ class PageTables:
         try:
             yield
         except BaseException:
-            self._num_filled = [0] * len(self._num_filled)
-            self._new_places, self._new_pages = [], []
-            self._slots, self._new_slots = {}, {}
-            if self.exact:
-                self.exact.forget(self._rows.values())
+            self.forget_sent()
             raise
+
+    def forget_sent(self) -> None:
+        """Take the device to know nothing of open leases."""
+        self._num_filled = [0] * len(self._num_filled)
+        self._new_places, self._new_pages = [], []
+        self._slots, self._new_slots = {}, {}
+        if self.exact:
+            self.exact.forget(self._rows.values())
 
     def pack_updates(self, packed: PackedInts, tier: Any = None) -> SentUpdates:
         """Add all that the device does not have yet to the integers of a step; return where it lies.
@@ -199,30 +209,26 @@ class PageTables:
 
     def send(self, packed: PackedInts) -> Tensor:
         """Return the integers of a step as one int64 tensor on the device."""
-        return self._on_host(packed).to(self.device, non_blocking=True)
+        return self.on_host(packed).to(self.device, non_blocking=True)
 
     def send_inputs(
-        self, packed: PackedInts, inputs: slice, inputs_N: Tensor, updates: SentUpdates
-    ) -> Tensor:
-        """Copy a recorded step's inputs to where it reads them, and write what was added into the tables.
+        self, packed: PackedInts, inputs: slice, host_inputs: HostInputs, updates: SentUpdates
+    ) -> None:
+        """Put a recorded step's inputs where it copies them from, and write what was added into the tables.
 
         Args:
             packed: the integers of the step.
             inputs: where its inputs lie.
-            inputs_N: where it reads them.
+            host_inputs: where it copies them from.
             updates: of the tables.
-
-        Returns:
-            All integers on the host, from where other parts may be sent before the next step's.
         """
-        ints = self._on_host(packed)
         if updates.any_pages:
-            self.apply_updates(ints.to(self.device, non_blocking=True), updates)
-        inputs_N[: inputs.stop - inputs.start].copy_(ints[inputs], non_blocking=True)
-        return ints
+            self.apply_updates(self.send(packed), updates)
+        host_inputs.wait()
+        packed.copy_to(host_inputs.on_host, inputs)
 
-    def _on_host(self, packed: PackedInts) -> Tensor:
-        """Return the integers in memory from where a copy to the device waits for nothing."""
+    def on_host(self, packed: PackedInts) -> Tensor:
+        """Return the integers of a step in memory from where a copy to the device waits for nothing."""
         return self._pinned.put(packed.on_host()) if self._pinned else packed.on_host()
 
     def apply_updates(self, sent: Tensor, updates: SentUpdates) -> None:

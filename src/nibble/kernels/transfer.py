@@ -51,3 +51,34 @@ class PinnedBuffers:
             with torch.inference_mode(False):  # what is made in inference mode can be written there alone
                 self._buffers[place] = torch.empty(2 * len(ints), dtype=torch.int64, pin_memory=True)
         return self._buffers[place][: len(ints)].copy_(ints)
+
+
+class HostInputs:
+    """Integers that recorded steps copy to the device themselves, as the first of all that they do.
+
+    Where the device waits for a step, it then begins sooner than after a copy that the host launches.
+
+    Args:
+        count: int64 integers.
+        device: where steps read them.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.on_device = torch.zeros(count, dtype=torch.int64, device=device)
+        self.on_host = torch.zeros(count, dtype=torch.int64, pin_memory=is_cuda)
+        self._used = torch.cuda.Event() if is_cuda else None
+
+    def copy(self, count: int) -> None:
+        """Copy the first integers to the device; steps record this."""
+        self.on_device[:count].copy_(self.on_host[:count], non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the last step that has copied them, after which they may be written."""
+        if self._used:
+            self._used.synchronize()
+
+    def note_step(self) -> None:
+        """Note that a step that copies them was launched on the current stream."""
+        if self._used:
+            self._used.record()
