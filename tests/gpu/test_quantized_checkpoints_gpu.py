@@ -1,0 +1,92 @@
+"""Quantised checkpoints of every spelling on a GPU: their logits beside those of the same weights, unpacked.
+
+Skipped where there is no GPU or no `humming-kernels`, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibble.config import Config
+from nibble.engine.plan import plan_cache
+from nibble.kernels import import_problem
+from nibble.kernels.quantized_linear import humming
+from nibble.kernels.weight_formats import PACKAGE
+from nibble.models import checkpoint
+from nibble.models.activations import AUTO, FULL
+from nibble.models.experts import packed_matrices
+from nibble.models.linear import check_kernels, prepare_linears, prepare_quantized, quantized_layers
+from nibble.models.observations import observe_model
+from nibble.models.quantization import Handling
+from nibble.models.refusals import load_config
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(import_problem(PACKAGE)), reason="needs a GPU and humming-kernels"
+)
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "quantized"
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+UNPACKED = {"ct_w4a16_actorder", "gptq_asym_actorder", "gptq_sym_actorder"}
+"""Inputs out of order."""
+FP8_ACTIVATIONS = {
+    "fp8_block", "fp8_block_ue8m0", "ct_fp8_block", "ct_fp8_channel_dynamic", "modelopt_fp8_channel",
+    "ct_fp8_tensor_static", "modelopt_fp8",
+}  # fmt: skip
+TOLERANCE = 1e-2
+"""Largest error of a token's logits, norm over norm."""
+LENGTHS = (5, 17)
+"""Few tokens have kernels of their own."""
+RANGES = (16, 64)
+"""Numbers of rows that have kernels of their own, as each takes seconds to compile."""
+
+
+def read(name: str, handling: Handling, activations: str = FULL) -> Any:
+    folder = str(FIXTURES / name)
+    model_spec = observe_model(folder, "bfloat16", 64)
+    config = load_config(folder)
+    return checkpoint.load(config, model_spec, "bfloat16", "cuda", handling=handling, activations=activations)
+
+
+def logits(model: Any) -> list[Tensor]:
+    """Of prompts of several lengths, each [T, V]."""
+    ids = torch.randint(1, 60, (1, max(LENGTHS)), generator=torch.Generator().manual_seed(1)).cuda()
+    model.eval().set_attn_implementation("eager")
+    with torch.inference_mode():
+        return [model(ids[:, :length], use_cache=False).logits[0].float() for length in LENGTHS]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Of the usual token: one of whose experts nearly as good ones are chosen computes something else."""
+    errors = [(x - y).norm(dim=-1) / y.norm(dim=-1) for x, y in zip(found, expected, strict=True)]
+    return max(float(one.median()) for one in errors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_unpacked_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(humming, "RANGES", RANGES)
+    expected = logits(read(name, Handling.UNPACKED))
+    for activations in (FULL, AUTO) if name in FP8_ACTIVATIONS else (FULL,):
+        model = read(name, Handling.PACKED, activations)
+        assert bool(quantized_layers(model) or packed_matrices(model)) == (name not in UNPACKED)
+        # With quantised inputs the reference is the definition, which quantises them likewise.
+        reference = logits(model) if activations == AUTO else expected
+        prepare_linears(model)
+        prepare_quantized(model)
+        check_kernels(model, max(LENGTHS))
+        found = error(logits(model), reference)
+        print(f"{name} {activations}: {found:.1e}")
+        assert found <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_counts_the_bytes_on_the_device(name: str) -> None:
+    plan = plan_cache(Config(model=str(FIXTURES / name), dtype="bfloat16", device="cuda"))
+    model = read(name, Handling.UNPACKED if name in UNPACKED else Handling.PACKED)
+    packed = [*(x.matrix for x in quantized_layers(model)), *(x.matrices for x in packed_matrices(model))]
+    assert all(x.is_cuda for x in model.parameters())
+    size = sum(x.nbytes for x in model.parameters()) + sum(matrix.nbytes for matrix in packed)
+    assert plan.model_spec.weight_bytes == size
