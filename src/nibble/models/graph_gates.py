@@ -39,12 +39,12 @@ _SIZES = {torch.bfloat16: (1.0, 30.0, 1e4), torch.float16: (1.0, 10.0, 50.0)}
 
 def join_gates(graph: fx.Graph, device: str) -> int:
     """Join products with the gates behind them, in place, on one type of device; return how many."""
-    count = 0
+    count, known = 0, dict[str, bool]()
     for target in (_LINEAR, _QUANTIZED, aten.mm.default):
         for product in graph.find_nodes(op="call_function", target=target):
             operands = _operands(product)
             if operands and product.meta["val"].device.type == device:
-                count += _join(graph, product, operands)
+                count += _join(graph, product, operands, known)
     return count
 
 
@@ -65,12 +65,12 @@ def _operands(product: fx.Node) -> tuple[Any, ...] | None:
     return (x, weight) if gated.may_serve(weight.meta["val"]) else None
 
 
-def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...]) -> bool:
+def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...], known: dict[str, bool]) -> bool:
     reached = _behind(product)
     for gate in reached:
         between = _between(gate, reached)
         users = {user for node in (product, *between) for user in node.users}
-        if users == {*between, gate} and _is_gate(product, gate):
+        if users == {*between, gate} and _is_gate(product, between, gate, known):
             _replace(graph, gate, _QUANTIZED_GATED if product.target is _QUANTIZED else _GATED, operands)
             for node in (gate, *reversed(between), product):
                 graph.erase_node(node)
@@ -80,27 +80,34 @@ def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...]) -> bool:
 
 def _behind(product: fx.Node) -> list[fx.Node]:
     """Return what is computed of a product alone, value by value, in the order of the graph."""
-    reached, node = {product: None}, product.next
-    while node.op != "output":
-        tensors = [source for source in node.all_input_nodes if is_tensor(source)]
-        if tensors and all(source in reached for source in tensors) and is_pointwise(node):
-            reached[node] = None
-        node = node.next
-    return list(reached)[1:]
+    reached, stack = {product}, [product]
+    while stack:
+        # Who reads several values is looked at again as each of them is reached.
+        for user in stack.pop().users:
+            if user in reached or user.op == "output" or not is_pointwise(user):
+                continue
+            if all(source in reached for source in user.all_input_nodes if is_tensor(source)):
+                reached.add(user)
+                stack.append(user)
+    return sorted(reached - {product})
 
 
 def _between(gate: fx.Node, reached: list[fx.Node]) -> list[fx.Node]:
     """Return what of `reached` a node is made of, in the order of the graph."""
     made_of, stack = set[fx.Node](), [gate]
     while stack:
-        new = set(stack.pop().all_input_nodes) - made_of
+        # Not what products are made of, which is all of the graph in front of them.
+        new = set(stack.pop().all_input_nodes).intersection(reached) - made_of
         made_of |= new
         stack += new
     return [node for node in reached if node in made_of]
 
 
-def _is_gate(product: fx.Node, gate: fx.Node) -> bool:
-    """Return whether a node is the gate that kernels compute, of the halves of a product."""
+def _is_gate(product: fx.Node, between: list[fx.Node], gate: fx.Node, known: dict[str, bool]) -> bool:
+    """Return whether a node is the gate that kernels compute, of the halves of a product.
+
+    known: takes what was found of formulas; layers that are alike have the same.
+    """
     value, y = gate.meta["val"], product.meta["val"]
     if not isinstance(value, Tensor) or value.dtype != y.dtype:
         return False
@@ -109,11 +116,25 @@ def _is_gate(product: fx.Node, gate: fx.Node) -> bool:
         sizes = (*_formulas(y.shape[:-1]), width_of(product) // 2)
         if _formulas(value.shape) not in (sizes, (1, *sizes), sizes[1:]):
             return False
-        with unset_fake_temporarily():  # which compilers' passes run under
-            return all(_is_gated(product, gate, size) for size in _SIZES[value.dtype])
+        formula = _formula(product, [*between, gate])
+        if formula not in known:
+            with unset_fake_temporarily():  # which compilers' passes run under
+                known[formula] = all(_is_gated(product, gate, size) for size in _SIZES[value.dtype])
+        return known[formula]
     # What is between may not run over other numbers of tokens, in ways of its own.
     except Exception:
         return False
+
+
+def _formula(product: fx.Node, nodes: list[fx.Node]) -> str:
+    """Return what is computed of a product: the same text for layers that are alike."""
+    places = {node: f"#{place}" for place, node in enumerate((product, *nodes))}
+
+    def place(node: fx.Node) -> str:
+        return places.get(node) or f"size {node.meta['val']}"
+
+    calls = [(node.target, fx.map_arg((node.args, node.kwargs), place)) for node in nodes]
+    return repr((tuple(product.meta["val"].shape), product.meta["val"].dtype, calls))
 
 
 def _formulas(sizes: Iterable[Any]) -> tuple[Any, ...]:

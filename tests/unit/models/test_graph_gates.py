@@ -18,7 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from nibble.kernels import gated, linear, quantized_linear
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
-from nibble.models import graph_passes
+from nibble.models import graph_gates, graph_passes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from packed_weights import KINDS, quantize
@@ -95,6 +95,32 @@ def test_a_gate_is_joined(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     operators = names(function)
     assert joins(operators) and operators.count("aten.mm.default") == (function is not by_sigmoid)
     assert not any("sigmoid" in name or "exp.default" in name or "slice" in name for name in operators)
+
+
+def test_layers_that_are_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are not taken for them: of other halves, or with a bound."""
+    tried = []
+    own = graph_gates._is_gated
+    monkeypatch.setattr(
+        graph_gates, "_is_gated", lambda *arguments: tried.append(arguments) or own(*arguments)
+    )
+
+    def layers(x: Tensor, weight: Tensor) -> Tensor:
+        made = (by_torch, by_torch, swapped, bounded, by_torch, swapped)
+        return torch.cat([layer(x.roll(i, -1), weight) for i, layer in enumerate(made)])
+
+    def swapped(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.linear(F.silu(up) * gate, DOWN)
+
+    def bounded(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.linear(F.silu(gate) * up.clamp(-3, 3), DOWN)
+
+    operators = names(layers)
+    assert operators.count("nibble.gated_linear.default") == 3
+    # Three sizes of what is a gate; the others differ sooner or later.
+    assert 5 <= len(tried) <= 9
 
 
 @pytest.mark.parametrize(
