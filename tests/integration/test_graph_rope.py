@@ -20,7 +20,7 @@ from nibble.attention import operators
 from nibble.attention.operators import Step, attention_op
 from nibble.kernels.append.naive import apply_rope
 from nibble.kernels.types import AttentionParams, Rope
-from nibble.models import forward, hook
+from nibble.models import forward, graph_passes, hook
 from nibble.models.graph_passes import ReplaceOperators
 from nibble.models.graph_rope import join_rope
 from nibble.models.linear import merge_linears
@@ -77,7 +77,7 @@ def logits_and_answers(llm: LLM) -> tuple[list[Tensor], list[Any]]:
 def test_inductor_hands_over_what_the_graph_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an operator's call it remembers how it was traced: which arguments there were, and their strides."""
     calls = list[tuple[Any, ...]]()
-    options = {"post_grad_custom_pre_pass": ReplaceOperators(device="cpu"), "fx_graph_cache": False}
+    options = {graph_passes.OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
     monkeypatch.setattr(forward, "inductor_options", lambda _: options)
     own = operators.attention
 
