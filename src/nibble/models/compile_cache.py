@@ -16,15 +16,17 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.package import SourceInfo
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import nibble
@@ -185,7 +187,8 @@ def compile_into(
             function, fullgraph=True, options={**options, "guard_filter_fn": _serializable_guards}
         )
     try:
-        compiled: Any = compiler.aot_compile((arguments, {}))  # type: ignore[attr-defined]
+        with _sources_once():
+            compiled: Any = compiler.aot_compile((arguments, {}))  # type: ignore[attr-defined]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what torch cannot trace here is explained when it is compiled by a call
@@ -200,6 +203,25 @@ def compile_into(
         log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
     compiled.disable_guard_check()
     return compiled
+
+
+@contextmanager
+def _sources_once() -> Iterator[None]:
+    """Let torch look for the source of a traced function once, and not for each call: all layers call the same ones."""
+    if not hasattr(SourceInfo, "add_code"):  # a version of torch that keeps it otherwise
+        yield
+        return
+    own, known = SourceInfo.add_code, dict[int, tuple[SourceInfo, set[tuple[str, CodeType]]]]()
+
+    def add_code(self: SourceInfo, code: CodeType) -> None:
+        # Code is compared without its file, and families have parts of one another.
+        key, (_, added) = (code.co_filename, code), known.setdefault(id(self), (self, set()))
+        if key not in added:
+            added.add(key)
+            own(self, code)
+
+    with mock.patch.object(SourceInfo, "add_code", add_code):
+        yield
 
 
 def _is_current(sources: Sequence[Any]) -> bool:
