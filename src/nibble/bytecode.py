@@ -2,28 +2,37 @@
 
 Python compiles the source of a module at its first import, and leaves bytecode beside it for the next ones. Where it
 may not, as with $PYTHONDONTWRITEBYTECODE of many container images or in folders that cannot be written, each process
-compiles torch and Transformers anew: more than 2000 modules, two thirds of the time of their imports.
+compiles torch and Transformers anew: more than 2000 modules, two thirds of the time of their imports. Where the folder
+is new, other processes compile beside this one: a core compiles what a start imports in some six seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 from nibble.hardware import cache_folder
+from nibble.threads import usable_cpus
 
 FOLDER = "bytecode"
 LARGE = ("torch", "transformers")
 """The packages that tell whether there is bytecode."""
 PREFIX_VARIABLE = "PYTHONPYCACHEPREFIX"
+COMPILED_AHEAD = ("torch", "sympy", "mpmath", "networkx", "transformers")
+"""Packages of most modules that a start imports, in the order in which it needs them."""
+LEFT_OUT = r"[/\\](testing|tests?|models)[/\\]"
+"""Folders in them of which it imports next to nothing."""
+FEWEST_CPUS, MOST_PROCESSES = 4, 8
+"""With fewer CPUs other processes would hold up this one."""
 _HEADER = 16
 """Bytes of a file of bytecode that say what it was made of: a magic number, flags, the source's time and size."""
 
@@ -44,6 +53,7 @@ class _Users:
                 self.before = sys.pycache_prefix, sys.dont_write_bytecode, os.environ.get(PREFIX_VARIABLE)
                 sys.pycache_prefix, sys.dont_write_bytecode = folder, False
                 os.environ[PREFIX_VARIABLE] = folder
+                _compile_ahead(folder)
 
     def remove(self) -> None:
         with self.lock:
@@ -86,6 +96,35 @@ def _folder_needed() -> str | None:
         return None
     # A prefix may be this very folder: that of the process that started this one.
     return folder if sys.pycache_prefix in (None, folder) else None
+
+
+def _compile_ahead(folder: str) -> subprocess.Popen[bytes] | None:
+    """Begin to compile large packages in other processes where the folder is new; what fails costs time, nothing else.
+
+    This process takes what is there, and compiles what it imports before. Files are written whole by both.
+    """
+    processes = min(usable_cpus() - 1, MOST_PROCESSES)
+    places = [place for name in COMPILED_AHEAD for place in _places(name)]
+    if processes < FEWEST_CPUS - 1 or not places or not sys.executable:
+        return None
+    options = ["-P", "-S", *["-O"] * sys.flags.optimize]
+    arguments = ["-q", "-j", str(processes), "-x", LEFT_OUT, *places]
+    nowhere = subprocess.DEVNULL
+    with suppress(OSError):
+        Path(folder).mkdir(parents=True)  # which one process does
+        process = subprocess.Popen(
+            [sys.executable, *options, "-m", "compileall", *arguments],
+            env={**os.environ, PREFIX_VARIABLE: folder}, stdin=nowhere, stdout=nowhere, stderr=nowhere,
+        )  # fmt: skip
+        Thread(target=process.wait, name="nibble-bytecode", daemon=True).start()
+        return process
+    return None
+
+
+def _places(package: str) -> list[str]:
+    """Return the folders of a package; none where it is not installed, or is one file."""
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _folder(specs: list[ModuleSpec]) -> Path:

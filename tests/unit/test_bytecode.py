@@ -7,12 +7,14 @@ import os
 import py_compile
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nibble
+from nibble import bytecode
 from nibble.bytecode import FOLDER
 
 IMPORT = """
@@ -137,3 +139,39 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(places: tuple[Path, P
     (file := tmp_path / "file").touch()
     for _ in range(2):
         assert imported(places[0], file / "cache", PYTHONDONTWRITEBYTECODE="1")["compiled"] == ["__init__.py"]
+
+
+def test_a_new_folder_is_filled_by_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not where there are few CPUs; as imports look for it."""
+    package = tmp_path / "site" / "a_large_package"
+    for name in ("__init__", "part", "tests/unwanted", "models/unwanted", "inner/__init__"):
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("VALUE = 1\n")
+    (package / "broken.py").write_text("VALUE = (\n")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setattr(bytecode, "COMPILED_AHEAD", (package.name, "json.decoder", "not_installed"))
+    folder = tmp_path / "new" / "folder"
+    monkeypatch.setattr(bytecode, "usable_cpus", lambda: bytecode.FEWEST_CPUS - 1)
+    assert bytecode._compile_ahead(str(folder)) is None and not folder.exists()
+    monkeypatch.setattr(bytecode, "usable_cpus", lambda: bytecode.FEWEST_CPUS)
+    process = bytecode._compile_ahead(str(folder))
+    assert process is not None
+    process.wait(60)
+    assert bytecode._compile_ahead(str(folder)) is None, "an earlier start has"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "pycache_prefix", str(folder))
+        expected = {
+            cache_from_source(str(package / f"{name}.py")) for name in ("__init__", "part", "inner/__init__")
+        }
+    assert {str(path) for path in folder.rglob("*.pyc")} == expected
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bytecode, "usable_cpus", lambda: 64)
+    (tmp_path / "file").touch()
+    assert bytecode._compile_ahead(str(tmp_path / "file" / "folder")) is None
+    monkeypatch.setattr(bytecode, "COMPILED_AHEAD", ())
+    assert bytecode._compile_ahead(str(tmp_path / "folder")) is None
