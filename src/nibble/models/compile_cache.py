@@ -211,11 +211,11 @@ def _sources_once() -> Iterator[None]:
     if not hasattr(SourceInfo, "add_code"):  # a version of torch that keeps it otherwise
         yield
         return
-    own, known = SourceInfo.add_code, dict[int, tuple[SourceInfo, set[tuple[str, CodeType]]]]()
+    own, infos = SourceInfo.add_code, dict[int, tuple[SourceInfo, set[tuple[str, CodeType]]]]()
 
     def add_code(self: SourceInfo, code: CodeType) -> None:
         # Code is compared without its file, and families have parts of one another.
-        key, (_, added) = (code.co_filename, code), known.setdefault(id(self), (self, set()))
+        key, (_, added) = (code.co_filename, code), infos.setdefault(id(self), (self, set()))
         if key not in added:
             added.add(key)
             own(self, code)

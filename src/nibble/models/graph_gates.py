@@ -39,12 +39,12 @@ _SIZES = {torch.bfloat16: (1.0, 30.0, 1e4), torch.float16: (1.0, 10.0, 50.0)}
 
 def join_gates(graph: fx.Graph, device: str) -> int:
     """Join products with the gates behind them, in place, on one type of device; return how many."""
-    count, known = 0, dict[str, bool]()
+    count, are_gates = 0, dict[str, bool]()
     for target in (_LINEAR, _QUANTIZED, aten.mm.default):
         for product in graph.find_nodes(op="call_function", target=target):
             operands = _operands(product)
             if operands and product.meta["val"].device.type == device:
-                count += _join(graph, product, operands, known)
+                count += _join(graph, product, operands, are_gates)
     return count
 
 
@@ -65,12 +65,12 @@ def _operands(product: fx.Node) -> tuple[Any, ...] | None:
     return (x, weight) if gated.may_serve(weight.meta["val"]) else None
 
 
-def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...], known: dict[str, bool]) -> bool:
+def _join(graph: fx.Graph, product: fx.Node, operands: tuple[Any, ...], are_gates: dict[str, bool]) -> bool:
     reached = _behind(product)
     for gate in reached:
         between = _between(gate, reached)
         users = {user for node in (product, *between) for user in node.users}
-        if users == {*between, gate} and _is_gate(product, between, gate, known):
+        if users == {*between, gate} and _is_gate(product, between, gate, are_gates):
             _replace(graph, gate, _QUANTIZED_GATED if product.target is _QUANTIZED else _GATED, operands)
             for node in (gate, *reversed(between), product):
                 graph.erase_node(node)
@@ -103,10 +103,10 @@ def _between(gate: fx.Node, reached: list[fx.Node]) -> list[fx.Node]:
     return [node for node in reached if node in made_of]
 
 
-def _is_gate(product: fx.Node, between: list[fx.Node], gate: fx.Node, known: dict[str, bool]) -> bool:
+def _is_gate(product: fx.Node, between: list[fx.Node], gate: fx.Node, are_gates: dict[str, bool]) -> bool:
     """Return whether a node is the gate that kernels compute, of the halves of a product.
 
-    known: takes what was found of formulas; layers that are alike have the same.
+    are_gates: takes what was found of formulas; layers that are alike have the same.
     """
     value, y = gate.meta["val"], product.meta["val"]
     if not isinstance(value, Tensor) or value.dtype != y.dtype:
@@ -117,10 +117,10 @@ def _is_gate(product: fx.Node, between: list[fx.Node], gate: fx.Node, known: dic
         if _formulas(value.shape) not in (sizes, (1, *sizes), sizes[1:]):
             return False
         formula = _formula(product, [*between, gate])
-        if formula not in known:
+        if formula not in are_gates:
             with unset_fake_temporarily():  # which compilers' passes run under
-                known[formula] = all(_is_gated(product, gate, size) for size in _SIZES[value.dtype])
-        return known[formula]
+                are_gates[formula] = all(_is_gated(product, gate, size) for size in _SIZES[value.dtype])
+        return are_gates[formula]
     # What is between may not run over other numbers of tokens, in ways of its own.
     except Exception:
         return False
