@@ -1,11 +1,11 @@
 """Compile kernels ahead: a rehearsal launches none, and threads compile at the same time what it would have launched.
 
 A step needs dozens of kernels, each of which takes seconds to compile. One after the other, as they are launched, that
-is most of a first start; but the compilers, Triton's and NVRTC, let go of Python's lock. So the start goes through its
-steps twice. In a rehearsal a launch of Triton or of nvrtc.Kernel does nothing on the device; its kernel, if it is a new
-one, is given to a pool of threads. What kernels would have written is zero, so that numbers of experts or of tokens
-that other operators read are in range. The step itself then waits for kernels that are not ready yet, and for no
-others.
+is most of a first start; but the compilers, NVRTC and most of Triton's, let go of Python's lock, and what does not goes
+to other processes, where there are any (ahead_worker.py). So the start goes through its steps twice. In a rehearsal a
+launch of Triton or of nvrtc.Kernel does nothing on the device; its kernel, if it is a new one, is given to a pool of
+threads. What kernels would have written is zero, so that numbers of experts or of tokens that other operators read are
+in range. The step itself then waits for kernels that are not ready yet, and for no others.
 
 What goes wrong in a thread is raised where the kernel is needed. A version of Triton that is built otherwise compiles
 nothing ahead. It loads no torch before a rehearsal.
@@ -160,7 +160,10 @@ def _watch_triton() -> bool:
         compile = functools.partial(own, self, key, signature, device, *others, **options)
         place = (self, device, key)
         if is_rehearsal():
-            submit(place, compile)
+            submit(
+                place,
+                functools.partial(_compile_beside, compile, self, signature, device, *others, **options),
+            )
             return None  # by which run() knows that there is nothing to launch
         with _lock:
             future = _compiling.pop(place, None)
@@ -169,6 +172,24 @@ def _watch_triton() -> bool:
 
     setattr(JITFunction, "_do_compile", do_compile)  # noqa: B010 (mypy knows it as a method)
     return True
+
+
+def _compile_beside(
+    compile: Callable[[], T],
+    function: Any,
+    signature: Any,
+    device: Any,
+    constants: Any,
+    options: Any,
+    attributes: Any,
+    warmup: Any,
+) -> T:
+    """Compile a kernel in another process, where there is one, and take it from disk; else in this thread."""
+    from nibble.kernels import ahead_worker
+
+    target = function.device_caches[device][2]
+    ahead_worker.compile_elsewhere(function, signature, constants, attributes, target, options.__dict__)
+    return compile()
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:

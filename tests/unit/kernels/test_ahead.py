@@ -13,13 +13,14 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nibble.errors import BackendError
-from nibble.kernels import ahead
+from nibble.kernels import ahead, ahead_worker
 
 HERE = Path(__file__)
 needs_triton = pytest.mark.skipif(
@@ -98,6 +99,61 @@ def test_triton_compiles_in_threads_once_and_a_second_start_not_at_all(tmp_path:
         assert done.returncode == 0, done.stderr
         expected = f'{{"{kind} ahead": 2, "{kind} here": 1, "cannot be compiled": 1}}'
         assert done.stdout.strip() == expected
+
+
+BESIDE = (
+    COMPILED.split("# What fails in a thread", maxsplit=1)[0].replace(
+        "seen = Counter()",
+        """seen = Counter()
+from torch._inductor.async_compile import AsyncCompile
+AsyncCompile.process_pool()
+""",
+    )
+    + """
+print(json.dumps(seen))
+AsyncCompile.process_pool().shutdown()
+"""
+)
+
+
+@needs_triton
+def test_processes_of_torchs_compiler_compile_where_there_are_any(tmp_path: Path) -> None:
+    hidden = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BESIDE],
+        env=environment
+        | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # What a process has compiled is found on disk.
+    assert done.stdout.strip() == '{"found ahead": 2, "compiled here": 1}'
+
+
+def test_a_kernel_of_other_source_is_not_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, kernel = ModuleType("kernels_of_a_test"), SimpleNamespace(cache_key="its source")
+    monkeypatch.setattr(module, "kernel", kernel, raising=False)
+    monkeypatch.setitem(sys.modules, "kernels_of_a_test", module)
+    assert ahead_worker.function_of("kernels_of_a_test", "kernel", "its source") is kernel
+    with pytest.raises(LookupError, match="other source"):
+        ahead_worker.function_of("kernels_of_a_test", "kernel", "another")
+
+
+def test_a_thread_compiles_what_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def submit(self, *_: Any) -> Future[bool]:
+            future = Future[bool]()
+            future.set_exception(RuntimeError("the process has ended"))
+            return future
+
+    monkeypatch.setattr(ahead_worker, "_processes", lambda: None)
+    assert not ahead_worker.compile_elsewhere(None, {}, {}, {}, None, {})
+    monkeypatch.setattr(ahead_worker, "_processes", Broken)
+    assert not ahead_worker.compile_elsewhere(None, {}, {}, {}, None, {})
 
 
 def test_memory_is_zero_in_a_rehearsal_of_this_thread() -> None:
