@@ -29,13 +29,14 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LLAMA: dict[str, Any] = {"family": "llama"}
 NARROW: dict[str, Any] = {"family": "llama", "intermediate_size": 128}
-SMALL: dict[str, Any] = {"family": "llama", "intermediate_size": 128, "hidden_size": 64}
+SMALL: dict[str, Any] = NARROW | {"num_key_value_heads": 4}
+"""Each matrix is one tile of kernels on GPUs."""
 MOE: dict[str, Any] = {
     "family": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
-SMALL_MOE = MOE | {"hidden_size": 64, "moe_intermediate_size": 64}
+SMALL_MOE = MOE | {"num_key_value_heads": 4}
 GPT_OSS: dict[str, Any] = {
-    "family": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "family": "gpt_oss", "hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
     "sliding_window": 8, "layer_types": ["full_attention"],
 }  # fmt: skip
 QUERY = "model.layers.0.self_attn.q_proj.weight"
