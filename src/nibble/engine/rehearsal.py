@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -45,15 +46,20 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
     with suppress(Exception):  # a model that is built otherwise goes through all of its layers
         first = _first_of_each_kind(runner)
     with ahead.rehearsal(), runner.eager(), torch.inference_mode():
-        for part in parts:
+        for number, part in enumerate(parts):
+            began = perf_counter()
             # A family's code may count on all of its layers.
-            with suppress(Exception), first():
-                part()
-                continue
-            try:
-                part()
-            except Exception as error:  # of all kinds, as nothing is computed
-                log.info("a part of the rehearsal fails (%s: %s)", type(error).__name__, error)
+            for layers in (first, nullcontext):
+                try:
+                    with layers():
+                        part()
+                    break
+                except Exception as error:  # of all kinds, as nothing is computed
+                    kind = "" if layers is nullcontext else " with its first layers"
+                    log.info(
+                        "part %d of the rehearsal%s fails (%s: %s)", number, kind, type(error).__name__, error
+                    )
+            log.info("part %d of the rehearsal took %.2f s", number, perf_counter() - began)
     # As it is written, a model takes more memory than compiled.
     torch.cuda.empty_cache()
 
