@@ -313,7 +313,7 @@ def best(cells: Iterable[Cell]) -> dict[tuple[Case, int], tuple[Cell, Cell]]:
     return {
         key: (own, min((x for x in group if x.error <= TOLERANCE), key=lambda x: x.us, default=own))
         for key, group in by_case.items()
-        if (own := next((x for x in group if x.is_own), None))
+        if (own := min((x for x in group if x.is_own), key=lambda x: x.us, default=None))
     }
 
 
@@ -434,13 +434,13 @@ def measure(options: argparse.Namespace) -> list[Cell]:
 def dependent(pool: ThreadPoolExecutor, configs: Mapping[Case, Any], cells: Sequence[Cell]) -> list[Job]:
     """Begin to compile the library's own and the fastest settings of each case, as dependent launches."""
     chosen = {
-        (case, str(cell.settings)): (case, {**cell.settings, "use_pdl": True})
+        (case, str(cell.settings)): (case, {**cell.settings, "use_pdl": True}, cell.is_own)
         for (case, _), pair in best(cells).items()
         for cell in pair
     }
     return [
-        (case, settings, False, pool.submit(compile_one, configs[case], settings))
-        for case, settings in chosen.values()
+        (case, settings, is_own, pool.submit(compile_one, configs[case], settings))
+        for case, settings, is_own in chosen.values()
     ]
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 
 from nibble.hardware import cache_folder
 from nibble.threads import usable_cpus
@@ -29,7 +31,7 @@ LARGE = ("torch", "transformers")
 PREFIX_VARIABLE = "PYTHONPYCACHEPREFIX"
 COMPILED_AHEAD = ("torch", "sympy", "mpmath", "networkx", "transformers")
 """Packages of most modules that a start imports, in the order in which it needs them."""
-LEFT_OUT = r"[/\\](testing|tests?|models)[/\\]"
+LEFT_OUT = ("testing", "test", "tests", "models")
 """Folders in them of which it imports next to nothing."""
 FEWEST_CPUS, MOST_PROCESSES = 4, 8
 """With fewer CPUs other processes would hold up this one."""
@@ -45,6 +47,8 @@ class _Users:
     count: int = 0
     before: tuple[str | None, bool, str | None] | None = None
     """None: another folder serves."""
+    compiler: subprocess.Popen[bytes] | None = None
+    """What compiles beside them."""
 
     def add(self) -> None:
         with self.lock:
@@ -53,13 +57,15 @@ class _Users:
                 self.before = sys.pycache_prefix, sys.dont_write_bytecode, os.environ.get(PREFIX_VARIABLE)
                 sys.pycache_prefix, sys.dont_write_bytecode = folder, False
                 os.environ[PREFIX_VARIABLE] = folder
-                _compile_ahead(folder)
+                self.compiler = _compile_ahead(folder)
 
     def remove(self) -> None:
         with self.lock:
             self.count -= 1
             if self.count or self.before is None:
                 return
+            _stop(self.compiler)
+            self.compiler = None
             sys.pycache_prefix, sys.dont_write_bytecode, variable = self.before
             self.before = None
             if variable is None:
@@ -103,22 +109,35 @@ def _compile_ahead(folder: str) -> subprocess.Popen[bytes] | None:
 
     This process takes what is there, and compiles what it imports before. Files are written whole by both.
     """
-    processes = min(usable_cpus() - 1, MOST_PROCESSES)
-    places = [place for name in COMPILED_AHEAD for place in _places(name)]
-    if processes < FEWEST_CPUS - 1 or not places or not sys.executable:
-        return None
-    options = ["-P", "-S", *["-O"] * sys.flags.optimize]
-    arguments = ["-q", "-j", str(processes), "-x", LEFT_OUT, *places]
     nowhere = subprocess.DEVNULL
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError, ValueError):
+        processes = min(usable_cpus() - 1, MOST_PROCESSES)
+        places = [place for name in COMPILED_AHEAD for place in _places(name)]
+        if processes < FEWEST_CPUS - 1 or not places or not sys.executable:
+            return None
         Path(folder).mkdir(parents=True)  # which one process does
-        process = subprocess.Popen(
+        options = ["-P", "-S", *["-O"] * sys.flags.optimize]
+        arguments = ["-q", "-j", str(processes), "-x", _left_out(places), *places]
+        return subprocess.Popen(
             [sys.executable, *options, "-m", "compileall", *arguments],
             env={**os.environ, PREFIX_VARIABLE: folder}, stdin=nowhere, stdout=nowhere, stderr=nowhere,
+            start_new_session=True,
         )  # fmt: skip
-        Thread(target=process.wait, name="nibble-bytecode", daemon=True).start()
-        return process
     return None
+
+
+def _left_out(places: Iterable[str]) -> str:
+    """Return an expression for files in LEFT_OUT of packages, wherever these lie."""
+    packages, folders = ("|".join(map(re.escape, names)) for names in (places, LEFT_OUT))
+    return rf"^({packages})([/\\].*)?[/\\]({folders})[/\\]"
+
+
+def _stop(compiler: subprocess.Popen[bytes] | None) -> None:
+    """End what still compiles, with the processes that it has started."""
+    if compiler is not None and compiler.poll() is None:
+        with suppress(OSError, AttributeError):  # it has ended; not all systems have groups of processes
+            os.killpg(compiler.pid, signal.SIGTERM)
+        compiler.wait()
 
 
 def _places(package: str) -> list[str]:

@@ -86,7 +86,7 @@ def test_inductor_gives_inputs_as_they_were_traced(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(operators, "_context", lambda _: SimpleNamespace(recurrent=None))
     monkeypatch.setattr(operators.recurrent, "conv_recurrence", conv_recurrence)
     torch._dynamo.reset()
-    options = {graph_passes.OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
+    options = {graph_passes.PASS_OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
     run = torch.compile(rule, fullgraph=True, options=options)
     weight = torch.randn(3 * HEADS * WIDTH, TAPS)
     with torch.inference_mode():
@@ -136,7 +136,7 @@ def test_inductor_reads_products_where_they_are(has_own: bool, monkeypatch: pyte
     group = RecurrentGroup("delta", "delta", (1,), HEADS, WIDTH, WIDTH, HEADS, False, channels, TAPS)
     state = layer_state(group, 1, "fp32", torch.float32, 0, "cpu")
     torch._dynamo.reset()
-    options = {graph_passes.OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
+    options = {graph_passes.PASS_OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
     run, step = torch.compile(projected, fullgraph=True, options=options), Step()
     widths = [HEADS, HEADS] if has_own else []
     first = HEADS * (4 * WIDTH + (0 if has_own else 2))

@@ -77,7 +77,7 @@ def logits_and_answers(llm: LLM) -> tuple[list[Tensor], list[Any]]:
 def test_inductor_hands_over_what_the_graph_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an operator's call it remembers how it was traced: which arguments there were, and their strides."""
     calls = list[tuple[Any, ...]]()
-    options = {graph_passes.OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
+    options = {graph_passes.PASS_OPTION: ReplaceOperators(device="cpu"), "fx_graph_cache": False}
     monkeypatch.setattr(forward, "inductor_options", lambda _: options)
     own = operators.attention
 

@@ -143,7 +143,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(places: tuple[Path, P
 
 def test_a_new_folder_is_filled_by_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and not where there are few CPUs; as imports look for it."""
-    package = tmp_path / "site" / "a_large_package"
+    package = tmp_path / "models" / "site" / "a_large_package"
     for name in ("__init__", "part", "tests/unwanted", "models/unwanted", "inner/__init__"):
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,3 +175,17 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     assert bytecode._compile_ahead(str(tmp_path / "file" / "folder")) is None
     monkeypatch.setattr(bytecode, "COMPILED_AHEAD", ())
     assert bytecode._compile_ahead(str(tmp_path / "folder")) is None
+
+
+def test_what_still_compiles_ends_with_its_processes() -> None:
+    sleep = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{sleep}']); print(1, flush=True); {sleep}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout and process.stdout.readline()
+    bytecode._stop(process)
+    assert process.poll() is not None
+    # Its child had the pipe, too.
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    bytecode._stop(process)
+    bytecode._stop(None)

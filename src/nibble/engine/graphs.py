@@ -152,9 +152,12 @@ class Graphs:
 
     def replay(self, size: int | tuple[int, int]) -> None:
         """Compute a step of this size from inputs to logits."""
-        self._replays[size]()
-        if not isinstance(size, int):
-            self.verify_inputs.note_step()
+        try:
+            self._replays[size]()
+        finally:
+            # Also of a step that was interrupted once it was launched.
+            if not isinstance(size, int):
+                self.verify_inputs.note_step()
 
 
 class CudaGraphs:

@@ -148,14 +148,14 @@ class ModelRunner:
                 for item in batch.scheduled:
                     item.request.lease.state_copies = []
         except BaseException:
-            # The step raised midway, as by an interrupt, so nobody knows what slots and hot buffers hold.
+            # The step raised midway, as by an interrupt, so nobody knows of which pages the device knows.
+            for one in self.books or (self,):
+                one.tables.forget_sent()
+            # Nor what slots and hot buffers hold.
             for item in batch.scheduled:
                 item.request.lease.are_states_lost = True
             if self.tier:
                 self.tier.invalidate(self._rows(batch.scheduled))
-            # Nor which pages the device knows of.
-            for one in self.books or (self,):
-                one.tables.forget_sent()
             raise
         return logits
 

@@ -44,6 +44,7 @@ class PackedInts:
 
     def copy_to(self, to_N: Tensor, part: slice) -> None:
         """Copy a list to the beginning of an int64 tensor on the host, without the price of an operator."""
+        assert 0 <= part.start <= part.stop <= len(self._ints) and part.stop - part.start <= len(to_N)
         address, size = self._ints.buffer_info()[0], self._ints.itemsize
         ctypes.memmove(to_N.data_ptr(), address + size * part.start, size * (part.stop - part.start))
 

@@ -2,7 +2,8 @@
 
 A third of what Triton takes for a kernel holds Python's lock, so that threads that compile dozens of them hold up the
 one that traces the model. Torch has processes for kernels of its own, started as a compiled model begins to load
-(models/compile_cache.py); until that is traced they have nothing to do. What they cannot compile, a thread does.
+(models/compile_cache.py); until that is traced they have nothing to do. What they cannot compile, a thread does; once
+one fails or is late, threads do all. They are shared: a compiler that crashed would end torch's own jobs of that time.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import importlib
 import io
 import pickle
 import sys
+from threading import Event
 from typing import Any
 
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 """How long a thread waits for a process, before it compiles the kernel itself."""
+_has_failed = Event()
 
 
 class _Pickler(pickle.Pickler):
@@ -42,7 +45,7 @@ def compile_elsewhere(
     """Let a process compile a kernel into the cache folder, and wait for it; return whether one did.
 
     Args:
-        function: of triton.jit, a global of its module.
+        function: of triton.jit or gluon.jit, a global of its module.
         signature: types of its arguments, and so on: what Triton makes an ASTSource of.
         constants: values of constants, by their places.
         attributes: of arguments.
@@ -53,28 +56,31 @@ def compile_elsewhere(
         return False
     data = io.BytesIO()
     try:
-        _Pickler(data).dump((function, signature, constants, attributes, target, options))
+        _Pickler(data).dump((function.ASTSource, function, signature, constants, attributes, target, options))
         return bool(pool.submit(compile_pickled, data.getvalue()).result(PATIENCE_S))
     except Exception:  # of all kinds, here and there: the thread then compiles it, and tells what is wrong
+        _has_failed.set()
         return False
 
 
 def compile_pickled(data: bytes) -> bool:
     """Compile a kernel in this process, whose result is the file in Triton's cache folder."""
-    from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
-    function, signature, constants, attributes, target, options = pickle.loads(data)
-    triton_compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
+    # Triton's own source, or Gluon's, which have one name on disk.
+    source, function, signature, constants, attributes, target, options = pickle.loads(data)
+    triton_compile(source(function, signature, constants, attributes), target=target, options=options)
     return True
 
 
 def _processes() -> Any:
-    """Return torch's processes, where they were started; None where there are none."""
+    """Return torch's processes; None where they were not started, are not ready, or one has failed."""
     module = sys.modules.get("torch._inductor.async_compile")
-    processes = getattr(getattr(module, "AsyncCompile", None), "process_pool", None)
-    if not processes or not hasattr(processes, "cache_info") or not processes.cache_info().currsize:
+    compiler: Any = getattr(module, "AsyncCompile", None)
+    if _has_failed.is_set() or not hasattr(getattr(compiler, "process_pool", None), "cache_info"):
         return None
-    pool = processes()
+    if not compiler.process_pool.cache_info().currsize or not compiler.use_process_pool():
+        return None
+    pool = compiler.process_pool()
     # Others that torch may have are forked from this process, after it has begun to use the GPU.
     return pool if type(pool).__name__ == "SubprocPool" else None

@@ -74,7 +74,7 @@ class HostInputs:
         self.on_device[:count].copy_(self.on_host[:count], non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for the last step that has copied them, after which they may be written."""
+        """Wait until the last step that copies them has ended, after which they may be written."""
         if self._used:
             self._used.synchronize()
 

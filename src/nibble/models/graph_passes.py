@@ -37,11 +37,11 @@ from nibble.models.linear import narrow_weights
 
 log = logging.getLogger("nibble.compile")
 aten = torch.ops.aten
-OPTION = "joint_custom_post_pass"
-"""Inductor's option for a pass over a traced graph, in front of all that it does itself.
+PASS_OPTION = "joint_custom_post_pass"
+"""Inductor's option for a pass behind its joint ones, in front of its propagation of shapes and all others.
 
-It has a later one, behind its own propagation of shapes. The graph is half as large after this pass, and what a later
-one replaces is propagated again: together that took half of inductor's time, with the same code in the end."""
+It has a later one, behind that propagation. The graph is half as large after this pass, and what a later one replaces
+is propagated again: together that took half of inductor's time, with the same code in the end."""
 assert experts and linear and router and parallel_rows  # which define the operators
 
 
@@ -170,4 +170,4 @@ def _facts(weight: Tensor) -> tuple[int, int, str]:
 def options(model: nn.Module) -> dict[str, Any]:
     """Return the options of inductor that replace all of this in a model."""
     weights = sorted({_facts(weight) for weight in narrow_weights(model)})
-    return {OPTION: ReplaceOperators(tuple(weights))}
+    return {PASS_OPTION: ReplaceOperators(tuple(weights))}

@@ -6,12 +6,14 @@ Triton compiles for a GPU that is not here; a driver stands in for the one that 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +30,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 COMPILED = """
-import json, sys, threading
+import json, sys, threading, time
 from collections import Counter
 from unittest import mock
 import torch, triton
@@ -107,6 +109,8 @@ BESIDE = (
         """seen = Counter()
 from torch._inductor.async_compile import AsyncCompile
 AsyncCompile.process_pool()
+while not AsyncCompile.use_process_pool():
+    time.sleep(0.05)
 """,
     )
     + """
@@ -134,6 +138,19 @@ def test_processes_of_torchs_compiler_compile_where_there_are_any(tmp_path: Path
     assert done.stdout.strip() == '{"found ahead": 2, "compiled here": 1}'
 
 
+@needs_triton
+def test_a_kernel_brings_its_kind_of_source() -> None:
+    """Triton's and Gluon's have one name on disk, so the wrong one would be found there."""
+    pytest.importorskip("triton.experimental.gluon")
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    for source in (ASTSource, GluonASTSource):
+        data = io.BytesIO()
+        ahead_worker._Pickler(data).dump(source)
+        assert pickle.loads(data.getvalue()) is source
+
+
 def test_a_kernel_of_other_source_is_not_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     module, kernel = ModuleType("kernels_of_a_test"), SimpleNamespace(cache_key="its source")
     monkeypatch.setattr(module, "kernel", kernel, raising=False)
@@ -143,17 +160,32 @@ def test_a_kernel_of_other_source_is_not_compiled_elsewhere(monkeypatch: pytest.
         ahead_worker.function_of("kernels_of_a_test", "kernel", "another")
 
 
-def test_a_thread_compiles_what_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def submit(self, *_: Any) -> Future[bool]:
+def test_threads_compile_once_a_process_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = list[bytes]()
+
+    class SubprocPool:
+        def submit(self, _: Any, data: bytes) -> Future[bool]:
+            jobs.append(data)
             future = Future[bool]()
             future.set_exception(RuntimeError("the process has ended"))
             return future
 
-    monkeypatch.setattr(ahead_worker, "_processes", lambda: None)
-    assert not ahead_worker.compile_elsewhere(None, {}, {}, {}, None, {})
-    monkeypatch.setattr(ahead_worker, "_processes", Broken)
-    assert not ahead_worker.compile_elsewhere(None, {}, {}, {}, None, {})
+    pool = lru_cache(SubprocPool)
+    compiler = SimpleNamespace(process_pool=pool, use_process_pool=lambda: is_ready)
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=compiler))
+    monkeypatch.setattr(ahead_worker, "_has_failed", threading.Event())
+    kernel, is_ready = SimpleNamespace(ASTSource=dict), True
+
+    def compiles() -> bool:
+        return ahead_worker.compile_elsewhere(kernel, {}, {}, {}, None, {})
+
+    assert not compiles() and not jobs, "they were not started"
+    pool()
+    is_ready = False
+    assert not compiles() and not jobs, "they are not ready"
+    is_ready = True
+    assert not compiles() and len(jobs) == 1
+    assert not compiles() and len(jobs) == 1, "it has failed"
 
 
 def test_memory_is_zero_in_a_rehearsal_of_this_thread() -> None:

@@ -142,7 +142,7 @@ def test_a_router_and_its_layer_become_one_operator(tokens: int) -> None:
 
 def test_a_joined_router_is_compiled() -> None:
     options = {
-        graph_passes.OPTION: ReplaceOperators((), "cpu"),
+        graph_passes.PASS_OPTION: ReplaceOperators((), "cpu"),
         "fx_graph_cache": False,
     }
     run = torch.compile(partial(routed_layer, kind=""), fullgraph=True, options=options)
@@ -182,17 +182,17 @@ def test_the_same_rows_are_gathered_once() -> None:
 
 def test_inductor_sees_what_was_replaced() -> None:
     """Before it looks at a graph itself, whose views are those that it would make of them."""
-    assert hasattr(torch._inductor.config, graph_passes.OPTION)
+    assert hasattr(torch._inductor.config, graph_passes.PASS_OPTION)
     names = replaced(lambda x: (x.view(4, 2, 8).transpose(0, 1).topk(2)[0],), torch.randn(8, 8))
     assert "aten.reshape.default" in names and "aten.view.default" not in names
 
 
 def test_weights_that_win_a_trial_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("qwen3_moe", FAMILIES["qwen3_moe"].config("qwen3_moe"))
-    assert graph_passes.options(model)[graph_passes.OPTION].weights == (), "on a CPU none does"
+    assert graph_passes.options(model)[graph_passes.PASS_OPTION].weights == (), "on a CPU none does"
     router = next(p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
     monkeypatch.setattr(linear, "serves", lambda weight: weight.shape == router.shape)
-    weights = graph_passes.options(model)[graph_passes.OPTION].weights
+    weights = graph_passes.options(model)[graph_passes.PASS_OPTION].weights
     assert weights == ((*router.shape, "torch.float32"),)
 
 
@@ -219,7 +219,7 @@ def test_compiled_models_choose_experts_by_it(family: str, monkeypatch: pytest.M
     routers = [module for name, module in model.named_modules() if name.endswith((".gate", ".router"))]
     weights = tuple({graph_passes._facts(router.weight) for router in routers})
     monkeypatch.setattr(linear, "_triton_linear", lambda x, *rest: products.append(x) or F.linear(x, *rest))
-    options = {graph_passes.OPTION: ReplaceOperators(weights, "cpu"), "fx_graph_cache": False}
+    options = {graph_passes.PASS_OPTION: ReplaceOperators(weights, "cpu"), "fx_graph_cache": False}
     run = torch.compile(
         lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, options=options
     )
@@ -254,7 +254,7 @@ def test_it_is_kept_with_a_compiled_model(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv(compile_cache.CACHE_VARIABLE, str(tmp_path / "inductor"))
     calls = []
     monkeypatch.setattr(topk.naive, "topk", lambda x, k: calls.append(len(x)) or torch.topk(x, k))
-    model, options = Router(), {graph_passes.OPTION: ReplaceOperators(device="cpu")}
+    model, options = Router(), {graph_passes.PASS_OPTION: ReplaceOperators(device="cpu")}
     path = compile_cache.path_of(model, options)
     assert path != compile_cache.path_of(model, graph_passes.options(model))
     x = torch.randn(5, 4)
