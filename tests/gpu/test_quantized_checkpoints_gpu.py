@@ -1,4 +1,7 @@
-"""Quantised checkpoints of every spelling on a GPU: their logits beside those of the same weights, unpacked.
+"""Quantised checkpoints of every spelling on a GPU: products by the definition, logits beside those of unpacked weights.
+
+In models this small BF16 itself moves logits by a hundredth, so each product is held against its definition, and logits
+against those in float32, which unpacked weights in BF16 miss by as much.
 
 Skipped where there is no GPU or no `humming-kernels`, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
@@ -39,18 +42,20 @@ FP8_ACTIVATIONS = (
     "ct_fp8_tensor_static", "modelopt_fp8",
 )  # fmt: skip
 TOLERANCE = 1e-2
-"""Largest error of a token's logits, norm over norm."""
+"""Largest error of a product, norm over norm."""
+TIMES = 2.0
+"""How many times as far as unpacked weights in BF16 logits may be off."""
 LENGTHS = (5, 17)
 """Few tokens have kernels of their own."""
 RANGES = (16, 64)
 """Numbers of rows that have kernels of their own, as each takes seconds to compile."""
 
 
-def read(name: str, handling: Handling, activations: str = FULL) -> Any:
+def read(name: str, handling: Handling, activations: str = FULL, dtype: str = "bfloat16") -> Any:
     folder = str(FIXTURES / name)
-    model_spec = observe_model(folder, "bfloat16", 64)
+    model_spec = observe_model(folder, dtype, 64)
     config = load_config(folder)
-    return checkpoint.load(config, model_spec, "bfloat16", "cuda", handling=handling, activations=activations)
+    return checkpoint.load(config, model_spec, dtype, "cuda", handling=handling, activations=activations)
 
 
 def logits(model: Any) -> list[Tensor]:
@@ -67,47 +72,51 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float(one.median()) for one in errors)
 
 
-def prepared(model: Any) -> Any:
-    prepare_linears(model)
-    prepare_quantized(model)
-    check_kernels(model, max(LENGTHS))
-    return model
-
-
 @pytest.fixture(autouse=True)
 def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(humming, "RANGES", RANGES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_unpacked_weights(name: str) -> None:
-    expected, model = logits(read(name, Handling.UNPACKED)), read(name, Handling.PACKED)
-    assert bool(quantized_layers(model) or packed_matrices(model)) == (name not in UNPACKED)
-    # Before kernels have them, packed matrices are multiplied by their definition.
-    by_definition, by_kernels = error(logits(model), expected), error(logits(prepared(model)), expected)
-    print(f"{name}: {by_definition:.1e} by definition, {by_kernels:.1e} by kernels")
-    assert by_definition <= TOLERANCE and by_kernels <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", FP8_ACTIVATIONS)
-def test_quantised_inputs_are_those_of_the_definition(name: str) -> None:
-    """Layer by layer: where an input differs by a bit its code may be another, and so on through the model."""
-    model = read(name, Handling.PACKED, AUTO)
+def product_errors(model: Any) -> list[float]:
+    """Prepare a model, and return how far each of its packed products is off, of prompts of all lengths."""
     prepare_linears(model)
-    matrices = [layer.matrix for layer in quantized_layers(model)]
-    assert any(matrix.activations for matrix in matrices)
+    matrices, errors = [layer.matrix for layer in quantized_layers(model)], list[float]()
     prepare_quantized(model)
-    errors = list[float]()
+    check_kernels(model, max(LENGTHS))
 
     def compare(matrix: PackedMatrix, _: Any, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         expected = expected_product(inputs[0].reshape(-1, matrix.shape[1]), matrix).float()
         errors.append(float((y.float().view_as(expected) - expected).norm() / expected.norm()))
 
-    for layer, matrix in zip(quantized_layers(model), matrices, strict=True):
+    hooks = [
         layer.register_forward_hook(partial(compare, matrix))
+        for layer, matrix in zip(quantized_layers(model), matrices, strict=True)
+    ]
     logits(model)
-    print(f"{name}: {max(errors):.1e} of {len(errors)} products")
-    assert len(errors) == len(LENGTHS) * len(matrices) and max(errors) <= TOLERANCE
+    for hook in hooks:
+        hook.remove()
+    assert len(errors) == len(LENGTHS) * len(matrices)
+    return errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_unpacked_weights(name: str) -> None:
+    exact = logits(read(name, Handling.UNPACKED, dtype="float32"))
+    unpacked, model = logits(read(name, Handling.UNPACKED)), read(name, Handling.PACKED)
+    assert bool(quantized_layers(model) or packed_matrices(model)) == (name not in UNPACKED)
+    product, packed = max(product_errors(model), default=0.0), error(logits(model), exact)
+    print(f"{name}: products {product:.1e}; logits {packed:.1e}, {error(unpacked, exact):.1e} unpacked")
+    assert product <= TOLERANCE and packed <= TIMES * error(unpacked, exact)
+
+
+@pytest.mark.parametrize("name", FP8_ACTIVATIONS)
+def test_quantised_inputs_are_those_of_the_definition(name: str) -> None:
+    """Product by product: where an input differs by a bit its code may be another, and so on through the model."""
+    model = read(name, Handling.PACKED, AUTO)
+    assert any(layer.matrix.activations for layer in quantized_layers(model))
+    found = product_errors(model)
+    print(f"{name}: {max(found):.1e} of {len(found)} products")
+    assert max(found) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
