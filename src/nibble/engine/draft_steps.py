@@ -203,7 +203,7 @@ class DraftGraphs(Graphs):
 
     def num_inputs(self, size: tuple[int, int]) -> int:
         """Return the inputs of a first step: as VerifyInputs has them, and slots of waiting states."""
-        return VerifyInputs.length(*size) + size[0]
+        return super().num_inputs(size) + size[0]
 
     def length(self, requests: int) -> int:
         """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
@@ -235,7 +235,7 @@ class DraftGraphs(Graphs):
     @torch.inference_mode()
     def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:
         """Compute the first step of a chain, from buffer to buffer; graphs record this."""
-        sent, first = self.verify_inputs.on_device, VerifyInputs.length(*size)
+        sent, first = self.verify_inputs.on_device, super().num_inputs(size)
         inputs, slots_B = VerifyInputs.of(sent, *size), sent[first : first + size[0]]
         self._forward.input_states = partial(self._forward.waiting.at, slots_B)
         runner._verify(size, self)

@@ -49,7 +49,7 @@ def rehearse(runner: ModelRunner, parts: Iterable[Callable[[], None]]) -> None:
         for number, part in enumerate(parts):
             began = perf_counter()
             # A family's code may count on all of its layers.
-            for layers in (first, nullcontext):
+            for layers in dict.fromkeys((first, nullcontext)):
                 try:
                     with layers():
                         part()

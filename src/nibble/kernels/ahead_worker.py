@@ -1,9 +1,10 @@
 """Compile kernels of Triton in processes of torch's compiler, into Triton's cache folder.
 
-A third of what Triton takes for a kernel holds Python's lock, so that threads that compile dozens of them hold up the
-one that traces the model. Torch has processes for kernels of its own, started as a compiled model begins to load
-(models/compile_cache.py); until that is traced they have nothing to do. What they cannot compile, a thread does; once
-one fails or is late, threads do all. They are shared: a compiler that crashed would end torch's own jobs of that time.
+Triton parses a kernel under Python's lock (0.1 to 0.3 s each, one core of a CPU, torch 2.11, 2026-11-28), so that
+threads that compile dozens of them hold up the one that traces the model. Torch has processes for kernels of its own,
+started as a compiled model begins to load (models/compile_cache.py); until that is traced they have nothing to do. What
+they cannot compile, a thread does; once one fails or is late, threads do all. They are shared: a compiler that crashed
+would end torch's own jobs of that time.
 """
 
 from __future__ import annotations

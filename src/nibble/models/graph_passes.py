@@ -41,7 +41,7 @@ PASS_OPTION = "joint_custom_post_pass"
 """Inductor's option for a pass behind its joint ones, in front of its propagation of shapes and all others.
 
 It has a later one, behind that propagation. The graph is half as large after this pass, and what a later one replaces
-is propagated again: together that took half of inductor's time, with the same code in the end."""
+is propagated again; the code is the same in the end."""
 assert experts and linear and router and parallel_rows  # which define the operators
 
 

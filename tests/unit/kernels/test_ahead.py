@@ -85,22 +85,27 @@ print(json.dumps(seen))
 """
 
 
-@needs_triton
-def test_triton_compiles_in_threads_once_and_a_second_start_not_at_all(tmp_path: Path) -> None:
+def run_program(program: str, cache: Path, **variables: str) -> str:
+    """What a program prints in a process of its own, where Triton compiles."""
     hidden = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_triton
+def test_triton_compiles_in_threads_once_and_a_second_start_not_at_all(tmp_path: Path) -> None:
     for kind in ("compiled", "found"):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", COMPILED],
-            env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
         expected = f'{{"{kind} ahead": 2, "{kind} here": 1, "cannot be compiled": 1}}'
-        assert done.stdout.strip() == expected
+        assert run_program(COMPILED, tmp_path) == expected
 
 
 BESIDE = (
@@ -122,20 +127,9 @@ AsyncCompile.process_pool().shutdown()
 
 @needs_triton
 def test_processes_of_torchs_compiler_compile_where_there_are_any(tmp_path: Path) -> None:
-    hidden = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BESIDE],
-        env=environment
-        | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
     # What a process has compiled is found on disk.
-    assert done.stdout.strip() == '{"found ahead": 2, "compiled here": 1}'
+    printed = run_program(BESIDE, tmp_path, TORCHINDUCTOR_COMPILE_THREADS="2")
+    assert printed == '{"found ahead": 2, "compiled here": 1}'
 
 
 @needs_triton
