@@ -279,7 +279,7 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
         assert batch is not None
         now += step_seconds(batch, costs, unit)
         sampled = [work.request for work in batch.scheduled if work.samples_token]
-        scheduler.commit(batch, {request.id: 1 for request in sampled})
+        scheduler.commit(batch, dict.fromkeys(sampled, 1))
         for request in sampled:
             first.setdefault(request.id, now)
             last[request.id] = now

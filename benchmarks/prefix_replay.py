@@ -175,7 +175,7 @@ def replay(trace: Trace, pool: Pool) -> Result:
         batch = scheduler.schedule()
         assert batch, "requests wait, and nothing runs"
         tokens = {
-            item.request.id: _sample(trace, running, item.request)
+            item.request: _sample(trace, running, item.request)
             for item in batch.scheduled
             if item.samples_token
         }

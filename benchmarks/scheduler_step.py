@@ -76,7 +76,7 @@ def step(scheduler: Scheduler) -> tuple[Batch, float, float]:
     batch = scheduler.schedule()
     scheduled = perf_counter()
     assert batch is not None
-    tokens = {work.request.id: len(work.request.token_ids) for work in batch.scheduled if work.samples_token}
+    tokens = {work.request: len(work.request.token_ids) for work in batch.scheduled if work.samples_token}
     sampled = perf_counter()
     scheduler.commit(batch, tokens)
     return batch, (scheduled - began) * 1e3, (perf_counter() - sampled) * 1e3

@@ -33,7 +33,7 @@ class Device:
         self.cells: dict[tuple[int, int], int] = {}
         self.latest: dict[Request, int] = {}
 
-    def run(self, batch: Batch) -> dict[str, int]:
+    def run(self, batch: Batch) -> dict[Request, int]:
         found = {}
         for work in batch.scheduled:
             tokens = list(work.request.token_ids[: work.end])
@@ -41,7 +41,7 @@ class Device:
                 tokens.append(self.latest[work.request])
             self._write(work, tokens)
             if work.samples_token:
-                found[work.request.id] = self.latest[work.request] = next_token(tokens)
+                found[work.request] = self.latest[work.request] = next_token(tokens)
         return found
 
     def _write(self, work: ScheduledRequest, tokens: list[int]) -> None:
@@ -319,7 +319,7 @@ def test_what_was_sampled_is_told_before_all_requests_fail(
         raise RuntimeError("a mistake in the books")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", broken)
+        patch.setattr(engine.scheduler, "follow", broken)
         with pytest.raises(RuntimeError, match="a mistake"):
             engine.step()
     told = sum(len(piece.token_ids) for piece in pieces)

@@ -236,16 +236,15 @@ def test_pages_are_given_back(tiny: Path) -> None:
     """No draft counts: after each step a request holds the pages of what is stored, and of one token more at most."""
     expected = answers(engine(tiny, page_size=1), PROMPTS, **GREEDY)
     with drafting(tiny, told(PROMPTS, expected), "15", wrong=1.0, page_size=1) as llm:
-        scheduler, commit = llm.engine.scheduler, llm.engine.scheduler.commit
+        scheduler, store = llm.engine.scheduler, llm.engine.scheduler.store
 
-        def check(*arguments: Any) -> Any:
-            ended = commit(*arguments)
+        def check(*arguments: Any) -> None:
+            store(*arguments)
             for lease in scheduler.manager.leases:
                 assert len(lease.pages) == lease.num_stored_tokens
             scheduler.check_integrity()
-            return ended
 
-        scheduler.commit = check  # type: ignore[method-assign]
+        scheduler.store = check  # type: ignore[method-assign]
         same(answers(llm, PROMPTS, **GREEDY), expected)
 
 

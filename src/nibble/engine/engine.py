@@ -22,6 +22,7 @@ from torch import Tensor
 from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
+from nibble.engine.drafters.base import DraftTask
 from nibble.engine.in_flight import Gains, InFlightStep, by_request, score_prompts, scored
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.ranks import Ranks
@@ -138,8 +139,10 @@ class Engine:
     """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
+    _settled: deque[Gains] = field(default_factory=deque, init=False)
+    """What steps brought that the scheduler has not stored: that takes time, in which the next one may be computed."""
     _gains: deque[Gains] = field(default_factory=deque, init=False)
-    """What steps brought. To count and tell it takes time, in which the next step may be computed."""
+    """What steps brought that is to be counted and told."""
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
     """Of a step that is being told: what requests gained, and whether they have ended with it."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -285,7 +288,9 @@ class Engine:
         """End all requests with an error, after what they gained before."""
         with self._lock:
             with suppress(Exception):  # of those who take answers: all are told an error anyway
+                self._store_settled()
                 self._emit_pending()
+            self._settled.clear()
             self._gains.clear()
             for request in list(self._streams):
                 self._abort(request, error)
@@ -299,10 +304,9 @@ class Engine:
         """Launch one batch and emit what the previous one sampled: schedule -> launch -> collect."""
         with self._lock:
             waits = self._waits()
-            # What was sampled is told only once the next step is launched, but where nothing runs meanwhile.
-            self._collect(max_in_flight=0 if waits else 1, later=self.overlap)
-            batch = self.scheduler.schedule(self._drafts())
+            batch = self._follow() if waits and self.overlap else self._next(waits)
             is_launched = batch is not None and self._launch(batch)
+            self._store_settled()
             self._emit_pending()
             self._note_launch(batch if is_launched else None, waits)
             # The step before is read only now, while the device computes the new one.
@@ -322,11 +326,43 @@ class Engine:
         requests = [item.request for item in items if not item.request.is_finished]
         return self.speculation is not None and bool(requests) and self.speculation.waits(requests)
 
+    def _next(self, waits: bool) -> Batch | None:
+        """Return the next step's batch."""
+        # What was sampled is told only once the next step is launched, but where nothing runs meanwhile.
+        self._collect(max_in_flight=0 if waits else 1, later=self.overlap)
+        return self.scheduler.schedule(self._drafts())
+
+    def _follow(self) -> Batch | None:
+        """Return the batch of the step behind one that must be read first.
+
+        The device waits for it. Where it has the same requests, what does not depend on their tokens is done before
+        these are known, and what was computed is stored once it is launched.
+        """
+        step = self._in_flight[0]
+        if self._settled or not self.scheduler.can_follow(step.batch):
+            return self._next(waits=True)
+        tasks = self._tasks([item.request for item in step.batch.scheduled])
+        settled = self._settle_oldest()
+        if settled is None:
+            return self._next(waits=True)
+        drafts = self._draft([task for task in tasks if task.request not in settled.ended])
+        batch = self.scheduler.follow(step.batch, drafts, settled.ended)
+        if batch is None:
+            self._collect(max_in_flight=0, later=True)
+            batch = self.scheduler.schedule(drafts)
+        return batch
+
     def _drafts(self) -> Mapping[Request, tuple[int, ...]]:
+        others = sum(len(step.sampling) for step in self._in_flight)
+        return self._draft(self._tasks(self.scheduler.draftable, others))
+
+    def _tasks(self, requests: Sequence[Request], others: int = 0) -> Sequence[DraftTask]:
         if self.speculation is None:
-            return {}
-        draftable, others = self.scheduler.draftable, sum(len(step.sampling) for step in self._in_flight)
-        return self.speculation.propose(draftable, self.scheduler.draft_room, others)
+            return ()
+        return self.speculation.tasks(requests, self.scheduler.draft_room, others)
+
+    def _draft(self, tasks: Sequence[DraftTask]) -> Mapping[Request, tuple[int, ...]]:
+        return self.speculation.draft(tasks) if self.speculation else {}
 
     def _note_launch(self, batch: Batch | None, waited: bool) -> None:
         """Note when a step was launched, so that it is known what steps with drafts take."""
@@ -420,35 +456,42 @@ class Engine:
             max_in_flight: steps that are not waited for.
             later: leave it to _emit_pending() to emit it.
         """
+        self._store_settled()
         while len(self._in_flight) > max_in_flight:
-            # The step stays in the queue while it is read: after an interrupt it is read again.
-            step = self._in_flight[0]
-            try:
-                if self.overlap and step.has_drafts:
-                    # While the device computes: the next step can begin once drafts for it are known.
-                    self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
-                drafts_of = self.speculation.drafts_of if self.speculation else None
-                (runs, num_drafts), logprobs = step.read(drafts_of), step.read_logprobs()
-                prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
-                if self.ranks:
-                    self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
-            except Exception as error:  # an error of the device shows where it is waited for
-                self._in_flight.popleft()
-                self._fail_batch(step.batch, self._explained(error))
-            else:
-                self._in_flight.popleft()
-                self._commit(step.batch, runs, num_drafts, logprobs, by_request(step.batch, prompt_logprobs))
-                if not later:
-                    self._emit_pending()
+            self._settle_oldest()
+            self._store_settled()
+            if not later:
+                self._emit_pending()
 
-    def _commit(
-        self,
-        batch: Batch,
-        runs: dict[Request, list[int]],
-        num_drafts: Mapping[Request, int],
-        logprobs: Mapping[Request, Sequence[Logprob | None]],
-        prompt_logprobs: Mapping[Request, Sequence[Logprob]],
+    def _settle_oldest(self) -> Gains | None:
+        """Read the oldest step in flight, and add what it sampled to its requests; None where it failed."""
+        # The step stays in the queue while it is read: after an interrupt it is read again.
+        step = self._in_flight[0]
+        try:
+            if self.overlap and step.has_drafts:
+                # While the device computes: the next step can begin once drafts for it are known.
+                self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
+            drafts_of = self.speculation.drafts_of if self.speculation else None
+            (runs, num_drafts), logprobs = step.read(drafts_of), step.read_logprobs()
+            prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
+            if self.ranks:
+                self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
+        except Exception as error:  # an error of the device shows where it is waited for
+            self._in_flight.popleft()
+            self._fail_batch(step.batch, self._explained(error))
+            return None
+        self._in_flight.popleft()
+        scores = by_request(step.batch, prompt_logprobs) if prompt_logprobs else {}
+        self._abort_failed(runs, scores)
+        # After these ends, because settle() passes over finished requests.
+        ended = self.scheduler.settle(step.batch, runs)
+        self._settled.append(Gains(step.batch, runs, num_drafts, logprobs, scores, ended))
+        return self._settled[-1]
+
+    def _abort_failed(
+        self, runs: Mapping[Request, list[int]], prompt_logprobs: Mapping[Request, Sequence[Logprob]]
     ) -> None:
+        """End requests whose logits are not numbers, or whose grammar cannot be followed on."""
         for request, entries in prompt_logprobs.items():
             if any(math.isnan(entry.logprob) for entry in entries):
                 self._abort(request, NOT_A_NUMBER)
@@ -458,11 +501,13 @@ class Engine:
                 del run[run.index(NO_TOKEN) :]
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
-        # After the ends above, because commit() passes over finished requests.
-        by_id = {request.id: run for request, run in runs.items()}
-        prompts_by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
-        ended = self.scheduler.commit(batch, by_id, prompts_by_id)
-        self._gains.append(Gains(batch, runs, num_drafts, logprobs, frozenset(ended)))
+
+    def _store_settled(self) -> None:
+        """Let the scheduler store what steps have computed that were settled."""
+        while self._settled:
+            gains = self._settled.popleft()
+            self.scheduler.store(gains.batch, gains.runs, gains.ended, gains.prompt_logprobs)
+            self._gains.append(gains)
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
@@ -528,6 +573,7 @@ class Engine:
     def _fail_batch(self, batch: Batch, error: BaseException) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
         try:
+            self._store_settled()
             self._emit_pending()  # what they gained before
         finally:
             for item in batch.scheduled:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nibble.engine.request import Batch, Logprob, Request, ScheduledRequest
+from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest
 from nibble.engine.sampler import RowLogprobs, SampledTokens, unscored
 from nibble.engine.speculative import accepted_run
 from nibble.kernels.transfer import to_device
@@ -66,7 +66,7 @@ class InFlightStep:
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What a step brought, of which nobody was told yet."""
+    """What a step brought."""
 
     batch: Batch
     runs: Mapping[Request, Sequence[int]]
@@ -75,8 +75,10 @@ class Gains:
     """That could have been among them."""
     logprobs: Mapping[Request, Sequence[Logprob | None]]
     """Of these tokens and those behind them, where any were asked for."""
-    ended: frozenset[Request]
-    """Requests that ended with it."""
+    prompt_logprobs: Mapping[Request, Sequence[Logprob]]
+    """Of its logprob_rows."""
+    ended: Mapping[Request, FinishReason]
+    """Requests that ended with it, and why."""
 
 
 def scored(run: Sequence[int], logprobs: Sequence[Logprob | None] | None) -> list[Logprob]:

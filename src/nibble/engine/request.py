@@ -202,11 +202,8 @@ class ScheduledRequest:
             drafts: tokens that may follow them; `count` is 1 then, of a request that decodes.
         """
         if drafts:
-            start = request.lease.num_stored_tokens
-            assert count == 1 and not request.in_flight and start == len(request.token_ids) - 1, (
-                "drafts follow a known token"
-            )
-            return cls(request, start, 1 + len(drafts), Phase.VERIFY, True, NO_ROWS, start, drafts)
+            assert count == 1 and not request.in_flight, "drafts follow a known token"
+            return cls.next_known(request, drafts)
         start = request.num_computed_tokens
         num_left = request.num_tokens - start - count
         assert count > 0 and num_left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
@@ -217,6 +214,13 @@ class ScheduledRequest:
             end = min(start + count, len(request.prompt_token_ids) - 1)
             rows = range(max(start, request.next_logprob_row), end)
         return cls(request, start, count, phase, is_last, rows, max(start, request.lease.replay_until))
+
+    @classmethod
+    def next_known(cls, request: Request, drafts: tuple[int, ...]) -> ScheduledRequest:
+        """Return the last token of a request that decodes, which is known, with drafts that may follow it."""
+        start = len(request.token_ids) - 1
+        phase = Phase.VERIFY if drafts else Phase.DECODE
+        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts)
 
     @property
     def end(self) -> int:

@@ -18,7 +18,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -178,7 +178,12 @@ class Scheduler:
         return [request for request in self.running if request.in_flight is None and request.is_decoding]
 
     def draft_room(self, request: Request) -> int:
-        """Return the most tokens that may be drafted for a request: they and one more are within its limits."""
+        """Return the most tokens that may be drafted for a request: they and one more are within its limits.
+
+        Of one with a step in flight: if that brings a single token.
+        """
+        if item := request.in_flight:
+            return request.last_length - item.start - 3
         lease, num_left = request.lease, request.last_length - len(request.token_ids)
         return min(num_left - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
 
@@ -199,22 +204,103 @@ class Scheduler:
         for item in batch.scheduled:
             item.request.in_flight = item
 
+    def can_follow(self, batch: Batch) -> bool:
+        """Return whether the next step may be one behind `batch` with the same requests, whatever that samples."""
+        self._admit()
+        # Pages that are reserved for drafts which did not count stay until commit(); a host tier cannot have them.
+        if len(batch.scheduled) != len(self.running) or self.manager.residency:
+            return False
+        return all(item.phase.decodes and item.request.in_flight is item for item in batch.scheduled)
+
+    def follow(
+        self, batch: Batch, drafts: Mapping[Request, tuple[int, ...]], ended: Collection[Request] = ()
+    ) -> Batch | None:
+        """Return the next step of the same requests, behind one that is settled and still to be committed.
+
+        Args:
+            batch: the only one in flight.
+            drafts: tokens that may follow those of requests.
+            ended: requests that end with it.
+
+        Returns:
+            None where pages are short, or all requests end: commit() and schedule() then do what there is to do.
+        """
+        room, scheduled = self.token_budget - len(batch.scheduled), list[ScheduledRequest]()
+        for item in batch.scheduled:
+            request = item.request
+            if request in ended or request.state is not State.RUNNING:
+                continue
+            lease, count = request.lease, len(request.token_ids)
+            start = count - 1
+            if of_request := drafts.get(request, ()):
+                most = min(room, request.last_length - count - 1, self.manager.draft_room(lease, start))
+                of_request = of_request[:most]
+                room -= len(of_request)
+            try:
+                self.manager.reserve(lease, start + 1 + len(of_request), len(of_request), start=start)
+            except OutOfPages:
+                return None
+            scheduled.append(ScheduledRequest.next_known(request, of_request))
+        return Batch.from_scheduled(scheduled) if scheduled else None
+
     def commit(
         self,
         batch: Batch,
-        tokens: Mapping[str, int | Sequence[int]],
-        prompt_logprobs: Mapping[str, Sequence[Logprob]] = MappingProxyType({}),
+        tokens: Mapping[Request, int | Sequence[int]],
+        prompt_logprobs: Mapping[Request, Sequence[Logprob]] = MappingProxyType({}),
     ) -> list[Request]:
-        """Record that `batch` is computed, and return the requests that end with it.
-
-        A request that has ended in the meantime is passed over. One that has lost its pages keeps its new token.
+        """Record that `batch` is computed, and return the requests that end with it: settle() and store().
 
         Args:
             batch: what was computed; the oldest in flight.
-            tokens: sampled tokens by request id; of a request with drafts those that were accepted, and one more.
-            prompt_logprobs: those of each item's logprob_rows, by request id.
+            tokens: sampled tokens by request; of a request with drafts those that were accepted, and one more.
+            prompt_logprobs: those of each item's logprob_rows, by request.
         """
-        metrics, ended = self._metrics, list[Request]()
+        ended = self.settle(batch, tokens)
+        self.store(batch, tokens, ended, prompt_logprobs)
+        return list(ended)
+
+    def settle(
+        self, batch: Batch, tokens: Mapping[Request, int | Sequence[int]]
+    ) -> Mapping[Request, FinishReason]:
+        """Add what `batch` has sampled to its requests' tokens; return those that end with it, and why.
+
+        A request that has ended in the meantime is passed over. One that has lost its pages keeps its new tokens.
+
+        Args:
+            batch: the oldest in flight.
+            tokens: see commit().
+        """
+        ended = dict[Request, FinishReason]()
+        for item in batch.scheduled:
+            request = item.request
+            if request.state is State.FINISHED or not item.samples_token:
+                continue
+            new = tokens[request]
+            if not isinstance(new, int):
+                # Also of a request that has lost its pages: it goes on after them.
+                request.token_ids += new[:-1]
+                new = new[-1]
+            if reason := self._append(request, new):
+                ended[request] = reason
+        return ended
+
+    def store(
+        self,
+        batch: Batch,
+        tokens: Mapping[Request, int | Sequence[int]],
+        ended: Mapping[Request, FinishReason],
+        prompt_logprobs: Mapping[Request, Sequence[Logprob]] = MappingProxyType({}),
+    ) -> None:
+        """Record that what `batch` has computed is in the cache, and finish the requests that end with it.
+
+        Args:
+            batch: that is settled; the step behind it may be in flight.
+            tokens: see commit().
+            ended: as settle() returned it.
+            prompt_logprobs: see commit().
+        """
+        metrics = self._metrics
         metrics.steps += 1
         for item in batch.scheduled:
             request = item.request
@@ -222,31 +308,27 @@ class Scheduler:
                 continue
             if request.in_flight is item:
                 request.in_flight = None
-            # Also of a request that has lost its pages: it goes on after them.
-            if prompt_logprobs and (entries := prompt_logprobs.get(request.id)):
+            if prompt_logprobs and (entries := prompt_logprobs.get(request)):
                 request.prompt_logprobs += entries
-            new = tokens[request.id] if item.samples_token else ()
-            new = (new,) if isinstance(new, int) else new
-            # Those are stored already, and a page that they fill enters the tree by its tokens.
-            accepted = new[:-1]
-            request.token_ids += accepted
+            new = tokens[request] if item.samples_token else ()
+            count = 1 if isinstance(new, int) else len(new)
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
-                assert item.start == request.lease.num_stored_tokens, (
+                lease = request.lease
+                assert item.start == lease.num_stored_tokens, (
                     f"request {request.id!r}: this batch was committed before"
                 )
-                num_rejected = len(item.drafts) - len(accepted)
-                self.manager.commit(request.lease, request.token_ids, item.end - num_rejected)
-                if item.drafts:
-                    self.manager.take_back(request.lease)
+                # The last one is not computed yet.
+                num_rejected = 1 + len(item.drafts) - count if item.drafts else 0
+                self.manager.commit(lease, request.token_ids, item.end - num_rejected)
+                if request.in_flight is None and lease.num_reserved_tokens > lease.num_stored_tokens:
+                    self.manager.take_back(lease)
             if item.phase.decodes:
-                metrics.decode_tokens += len(new)
+                metrics.decode_tokens += count
             else:
                 metrics.prompt_tokens += item.num_tokens
-            if new and (reason := self._append(request, new[-1])):
+            if reason := ended.get(request):
                 self.finish(request, reason)
-                ended.append(request)
-        return ended
 
     def _append(self, request: Request, token: int) -> FinishReason | None:
         """Add the last token of a step to an answer, and return why that ends, if it does."""

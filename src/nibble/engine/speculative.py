@@ -197,20 +197,34 @@ class Speculation:
             room: returns the most tokens that may be drafted for one.
             others: requests that decode too.
         """
+        return self.draft(self.tasks(requests, room, others))
+
+    def tasks(
+        self, requests: Iterable[Request], room: Callable[[Request], int], others: int = 0
+    ) -> list[DraftTask]:
+        """Return for whom to draft how many tokens in the next step; see propose().
+
+        Of the requests a step may be in flight, which must have ended before the drafter is asked.
+        """
         self.settle()
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
         if not lengths:
-            return {}
+            return []
         token_seconds, verification = self._values(running)
-        tasks = [
-            DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
-        ]
+        return [DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()]
+
+    def draft(self, tasks: Sequence[DraftTask]) -> Mapping[Request, tuple[int, ...]]:
+        """Ask the drafter, and return what may be accepted of its drafts, where there are any."""
+        if not tasks:
+            return {}
         start = perf_counter()
-        drafts = zip(lengths, self._proposed(tasks), strict=True)
-        usable = {request: self._usable(request, tokens) for request, tokens in drafts}
-        self._note_proposals(usable, perf_counter() - start, token_seconds, verification)
+        usable = {
+            task.request: self._usable(task.request, tokens)
+            for task, tokens in zip(tasks, self._proposed(tasks), strict=True)
+        }
+        self._note_proposals(usable, perf_counter() - start, tasks[0].token_seconds, tasks[0].verify_seconds)
         return {request: tokens for request, tokens in usable.items() if tokens}
 
     def _values(self, running: int) -> tuple[float | None, float]:

@@ -60,10 +60,10 @@ class Engine:
         )
         return batch
 
-    def compute(self, batch: Batch) -> dict[str, int]:
+    def compute(self, batch: Batch) -> dict[Request, int]:
         """Writes what `batch` says, and samples from what is in the cache then."""
         return {
-            work.request.id: next_token(work.request.token_ids)
+            work.request: next_token(work.request.token_ids)
             for work in batch.scheduled
             if self._write(work)
         }
@@ -321,11 +321,11 @@ def test_a_step_that_failed_is_scheduled_again():
 
 def test_a_batch_is_committed_once():
     engine = Engine()
-    engine.add(prompt(9), 9)
+    request = engine.add(prompt(9), 9)
     batch = engine.schedule()
     engine.commit(batch)
     with pytest.raises(AssertionError, match="committed before"):
-        engine.scheduler.commit(batch, {"r0": 1})
+        engine.scheduler.commit(batch, {request: 1})
 
 
 # Shares of the budget
@@ -881,10 +881,10 @@ def test_the_next_turn_of_a_conversation_hardly_replays(style, length):
 # Log-probabilities of prompts
 
 
-def score(batch: Batch) -> dict[str, list[Logprob]]:
+def score(batch: Batch) -> dict[Request, list[Logprob]]:
     """What the model says of a batch's rows: the row itself stands for its log-probability."""
     return {
-        work.request.id: [Logprob(work.request.token_ids[row + 1], float(row)) for row in work.logprob_rows]
+        work.request: [Logprob(work.request.token_ids[row + 1], float(row)) for row in work.logprob_rows]
         for work in batch.scheduled
     }
 
@@ -908,7 +908,7 @@ def test_each_row_of_a_prompt_is_scored_once(
     more = {"prefix_cache": True, "pages": 8, "max_running": 8, "window": window}
     engine = Engine(**{**limits(dice), **more}, max_logprob_rows=rows)
     requests: list[Request] = []
-    flying: list[tuple[Batch, dict[str, list[Logprob]]]] = []
+    flying: list[tuple[Batch, dict[Request, list[Logprob]]]] = []
     while len(requests) < 25 or engine.scheduler.waiting or engine.scheduler.running or flying:
         if len(requests) < 25 and dice.random() < 0.5:
             tokens = prompt(dice.choice([0, 4, 8]), dice.randrange(2))
@@ -929,8 +929,8 @@ def test_each_row_of_a_prompt_is_scored_once(
             engine.compute(Batch(tuple(w for w in oldest.scheduled if w.request.state is State.RUNNING)))
             # Also of requests that have lost their pages: the model knew the tokens before.
             sampled = (work.request for work in oldest.scheduled if work.samples_token)
-            tokens_by_id = {request.id: next_token(request.token_ids) for request in sampled}
-            engine.scheduler.commit(oldest, tokens_by_id, logprobs)
+            tokens = {request: next_token(request.token_ids) for request in sampled}
+            engine.scheduler.commit(oldest, tokens, logprobs)
             engine.scheduler.check_integrity()
     for request in requests:
         assert request.output_token_ids == expected(request, engine.scheduler.limit)
