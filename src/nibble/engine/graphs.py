@@ -112,8 +112,10 @@ class Graphs:
 
     def verify_size(self, requests: int, rows: int) -> tuple[int, int] | None:
         """Return the smallest step with drafts with room for so many requests and rows of each; None if none has it."""
-        fitting = (size for size in reversed(self.verify_sizes) if size[0] >= requests and size[1] >= rows)
-        return next(fitting, None)
+        for size in reversed(self.verify_sizes):
+            if size[0] >= requests and size[1] >= rows:
+                return size
+        return None
 
     @torch.inference_mode()
     def record(

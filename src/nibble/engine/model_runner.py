@@ -194,7 +194,7 @@ class ModelRunner:
         # A short exact window may have no copies of all new tokens, and a recorded step keeps them all.
         if probe or (self.exact and unkept(scheduled, self.plan.page_size)):
             return None
-        return self.graphs.verify_size(requests, max(item.num_tokens for item in scheduled))
+        return self.graphs.verify_size(requests, max([item.num_tokens for item in scheduled]))
 
     def recorded_numbers(
         self, scheduled: Sequence[ScheduledRequest], size: int | tuple[int, int]
@@ -524,14 +524,15 @@ class ModelRunner:
         padding = requests - len(scheduled)
         new = tuple([item.num_tokens for item in scheduled])
         rows_of_logits = padded_logit_rows(new, length)
+        none = [0] * padding
         inputs = packed.add(
-            (
+            [
                 *rows, *[self.tables.padding_row] * padding,
-                *[item.end for item in scheduled], *[0] * padding,
-                *new, *[0] * padding,
-                *padded_token_ids(scheduled, length), *[0] * (padding * length),
+                *[item.start + item.num_tokens for item in scheduled], *none,
+                *new, *none,
+                *padded_token_ids(scheduled, length), *none * length,
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
-            )
+            ]
         )  # fmt: skip
         # The step after one that has drafts takes no tokens of it; another rank's requests may have none.
         takes = self.rows is not None or min(new) == 1

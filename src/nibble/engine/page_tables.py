@@ -5,7 +5,6 @@ Shape suffixes: R rows of the tables, one for each open lease and one for paddin
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,11 +41,9 @@ class PackedInts:
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(self._ints, dtype=torch.int64)
 
-    def copy_to(self, to_N: Tensor, part: slice) -> None:
-        """Copy a list to the beginning of an int64 tensor on the host, without the price of an operator."""
-        assert 0 <= part.start <= part.stop <= len(self._ints) and part.stop - part.start <= len(to_N)
-        address, size = self._ints.buffer_info()[0], self._ints.itemsize
-        ctypes.memmove(to_N.data_ptr(), address + size * part.start, size * (part.stop - part.start))
+    def write(self, part: slice, to: HostInputs) -> None:
+        """Write a list to where a recorded step copies it from."""
+        to.write(self._ints, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +222,7 @@ class PageTables:
         """
         if updates.any_pages:
             self.apply_updates(self.send(packed), updates)
-        host_inputs.wait()
-        packed.copy_to(host_inputs.on_host, inputs)
+        packed.write(inputs, host_inputs)
 
     def on_host(self, packed: PackedInts) -> Tensor:
         """Return the integers of a step in memory from where a copy to the device waits for nothing."""

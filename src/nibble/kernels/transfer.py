@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -67,16 +69,20 @@ class HostInputs:
         is_cuda = device.type == "cuda"
         self.on_device = torch.zeros(count, dtype=torch.int64, device=device)
         self.on_host = torch.zeros(count, dtype=torch.int64, pin_memory=is_cuda)
-        self._used = torch.cuda.Event() if is_cuda else None
+        self._address, self._used = self.on_host.data_ptr(), torch.cuda.Event() if is_cuda else None
 
     def copy(self, count: int) -> None:
         """Copy the first integers to the device; steps record this."""
         self.on_device[:count].copy_(self.on_host[:count], non_blocking=True)
 
-    def wait(self) -> None:
-        """Wait until the last step that copies them has ended, after which they may be written."""
+    def write(self, ints: array[int], part: slice) -> None:
+        """Write a part of int64 integers to the beginning, once the last step that copies them has ended."""
+        assert 0 <= part.start <= part.stop <= len(ints) and part.stop - part.start <= len(self.on_host)
         if self._used:
             self._used.synchronize()
+        # Without the price of an operator.
+        address, size = ints.buffer_info()[0], ints.itemsize
+        ctypes.memmove(self._address, address + size * part.start, size * (part.stop - part.start))
 
     def note_step(self) -> None:
         """Note that a step that copies them was launched on the current stream."""

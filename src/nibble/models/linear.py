@@ -29,8 +29,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from nibble.kernels import gated, linear, quantized_linear
+from nibble.kernels.quantized_linear import quantize_activations
 from nibble.kernels.quantized_linear.matrix import TENSORS, KernelKey, PackedMatrix, merged
-from nibble.kernels.quantized_linear.naive import quantize_activations
 from nibble.kernels.weight_formats import Activations
 from nibble.models.experts import serve_experts, set_packed_experts
 from nibble.models.observe import record_calls, skeleton
@@ -340,7 +340,6 @@ class QuantizedLinear(nn.Module):
         """Return x W^T + b."""
         x_scale = None
         if self.activations is not Activations.NONE:
-            # Not in the operator: a compiler joins it with what computes x.
             x, x_scale = quantize_activations(x, self.activations, self.input_scale)
         y = self._multiply(x, x_scale)
         return y if self.bias is None else y + self.bias

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from packed_weights import KINDS, quantize
 
 RANDOM = torch.Generator().manual_seed(0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def served(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
@@ -307,6 +308,28 @@ def test_activations_by_hand() -> None:
         .isnan()
         .all()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (1152, 128), (96, 96), (4736, 4736), (2432, 128)])
+def test_activations_in_one_launch(columns: int, group: int, dtype: torch.dtype) -> None:
+    """To the byte those of the definition, for rows of any stride."""
+    from nibble.kernels.quantized_linear import activations as fast
+
+    x_TK = (torch.randn(5, 2 * columns, generator=RANDOM) * 3).to(dtype)[:, :columns].to(DEVICE)
+    x_TK[1, :group], x_TK[2, 3], x_TK[4] = 0, 1e4, 1e-12
+    codes, scale = fast.quantize_activations(x_TK, group)
+    expected, expected_scale = naive.quantize_groups(x_TK, group)
+    assert scale.equal(expected_scale) and codes.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+def test_activations_that_are_no_numbers_stay_so() -> None:
+    from nibble.kernels.quantized_linear import activations as fast
+
+    x_TK = torch.ones(2, 256, device=DEVICE)
+    x_TK[0, 130] = torch.nan
+    codes, _ = fast.quantize_activations(x_TK, 128)
+    assert codes.float().isnan().nonzero().tolist() == [[0, 130]]
 
 
 @pytest.mark.parametrize("activations", [x for x in Activations if x])

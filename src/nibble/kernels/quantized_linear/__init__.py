@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import UNBOUNDED, ahead, gated
+from nibble.kernels import UNBOUNDED, ahead, gated, triton_present
 from nibble.kernels.gated.naive import gate as naive_gate
 from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
-from nibble.kernels.weight_formats import Activations, WeightFormat
+from nibble.kernels.weight_formats import GROUP, Activations, WeightFormat
 
 TOLERANCE = 0.01
 """Largest error of a kernel, norm over norm; in 16 bits both round by a quarter of that."""
@@ -48,7 +48,7 @@ def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = Non
     """
     x_scale = None
     if matrix.activations is not Activations.NONE:
-        x, x_scale = naive.quantize_activations(x, matrix.activations, matrix.input_scale)
+        x, x_scale = quantize_activations(x, matrix.activations, matrix.input_scale)
     y: Tensor = torch.ops.nibble.quantized_linear(
         x, x_scale, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
     )
@@ -70,6 +70,23 @@ def quantized_gated_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None
         x, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
     )
     return y
+
+
+def quantize_activations(
+    x: Tensor, activations: Activations, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise inputs of a product to FP8, as naive.quantize_activations() does.
+
+    Args:
+        x: [..., K], with whole groups of inputs.
+        activations: How; not NONE.
+        input_scale: float32 [1], for TENSOR, which is left to a compiler: it joins it with what computes x.
+    """
+    if activations is Activations.TENSOR:
+        return naive.quantize_activations(x, activations, input_scale)
+    group = GROUP if activations is Activations.GROUP else x.shape[-1]
+    codes, scale = torch.ops.nibble.quantize_activations(x, group)
+    return codes, scale
 
 
 def expected_product(x: Tensor, matrix: PackedMatrix) -> Tensor:
@@ -252,6 +269,21 @@ def _quantized_gated_linear(x: Tensor, *facts: Any) -> Tensor:
     return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
+def _quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    if not (x.is_cuda and triton_present()):
+        return naive.quantize_groups(x, group)
+    from nibble.kernels.quantized_linear import activations as fast
+
+    codes_TK, scale_TG = fast.quantize_activations(x.reshape(-1, x.shape[-1]), group)
+    return codes_TK.view(x.shape), scale_TG.view(*x.shape[:-1], -1)
+
+
+def _codes_and_scales(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return tensors like codes and scales, for the compiler."""
+    scale = x.new_empty(*x.shape[:-1], x.shape[-1] // group, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
+
+
 def _result(x: Tensor, x_scale: Tensor | None, *arguments: Any) -> Tensor:
     """Return a tensor like the result, for the compiler."""
     shape, dtype = arguments[5], getattr(torch, arguments[9])
@@ -267,6 +299,9 @@ _FACTS = (
     "Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? locks, int[] shape, str kind, int group, "
     "str scales, str dtype, str rounded, str layout"
 )
+_library.define("quantize_activations(Tensor x, int group) -> (Tensor, Tensor)")
+_library.impl("quantize_activations", _quantize_activations, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::quantize_activations", _codes_and_scales, lib=_library)
 _library.define(f"quantized_linear(Tensor x, Tensor? x_scale, {_FACTS}) -> Tensor")
 _library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::quantized_linear", _result, lib=_library)

@@ -78,7 +78,7 @@ def _by_group(x_NK: Tensor, values_NG: Tensor, apply: object) -> Tensor:
 def quantize_activations(
     x: Tensor, activations: Activations, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise inputs of a product to FP8. A compiler makes one kernel of it, with what comes before.
+    """Quantise inputs of a product to FP8.
 
     Args:
         x: [..., K], with whole groups of inputs.
@@ -88,15 +88,21 @@ def quantize_activations(
     Returns:
         Codes, E4M3 [..., K], and float32 scales: [..., G] of groups, [..., 1] of tokens, or input_scale.
     """
-    values, columns = x.float(), x.shape[-1]
-    if activations is Activations.TENSOR:
-        assert input_scale is not None
-        scale, scaled = input_scale, values / input_scale
-    else:
-        groups = values.unflatten(-1, (-1, GROUP if activations is Activations.GROUP else columns))
-        scale = groups.abs().amax(-1).clamp(min=TINY) / E4M3_MAX
-        scaled = (groups / scale.unsqueeze(-1)).flatten(-2)
-    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    if activations is not Activations.TENSOR:
+        return quantize_groups(x, GROUP if activations is Activations.GROUP else x.shape[-1])
+    assert input_scale is not None
+    return _codes(x.float() / input_scale), input_scale
+
+
+def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return codes of inputs [..., K], and the scale of each group of so many [..., G]."""
+    groups = x.float().unflatten(-1, (-1, group))
+    scale = groups.abs().amax(-1).clamp(min=TINY) / E4M3_MAX
+    return _codes((groups / scale.unsqueeze(-1)).flatten(-2)), scale
+
+
+def _codes(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def quantized_linear(x: Tensor, matrix: PackedMatrix, x_scale: Tensor | None = None) -> Tensor:
