@@ -6,7 +6,7 @@
 The four shapes are those of a layer of Llama-3.1-8B, with queries, keys and values in one, and gate and up in one. Each
 time is the median replay of a CUDA graph of several calls, over several copies of the weights, so that the L2 cache is
 no help. Of formats with FP8 activations (fp8a8, fp8rowa8) the product alone is measured, and the quantisation of its
-inputs, compiled, apart (`+ inputs`); in a model it is part of the kernel before. --peers adds torch's own product of 1
+inputs apart (`+ inputs`). --peers adds torch's own product of 1
 x 128 by 128 x 128 blocks, over plain rows of codes. Errors are norm over norm, against the definition in float32 over
 the same packed bytes. Kernels of the next format compile while one is measured; formats that do not begin within the
 limit, in seconds, are left out.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,15 @@ from report import markdown
 from torch import Tensor
 
 import gpu
-from nibble.kernels.quantized_linear import TOLERANCE, expected_product, naive, quantized_linear
+from nibble.kernels.quantized_linear import (
+    TOLERANCE,
+    Preparation,
+    expected_product,
+    naive,
+    quantize_activations,
+    quantized_linear,
+)
+from nibble.kernels.quantized_linear import prepared as prepared_on_gpu
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.weight_formats import GROUP, Activations
 
@@ -64,18 +71,14 @@ def compile_format(name: str, shapes: dict[str, tuple[int, int]]) -> dict[str, P
         for shape, size in shapes.items()
     }
     if torch.cuda.is_available():
-        from nibble.kernels.quantized_linear import humming
-
-        humming.compile_all(matrices.values())
+        Preparation(matrices.values())  # which begins to compile
     return matrices
 
 
 def prepared(matrix: PackedMatrix) -> Prepared:
     if not torch.cuda.is_available():
         return matrix, None
-    from nibble.kernels.quantized_linear import humming
-
-    return humming.prepare(matrix)
+    return prepared_on_gpu(matrix)
 
 
 def copies(size: int) -> int:
@@ -116,7 +119,7 @@ def packed(name: str, matrices: dict[str, PackedMatrix], rows: Sequence[int]) ->
             x = inputs(n, matrix.shape[1])
             expected = expected_product(x, matrix).float()
             error = float((quantized_linear(x, *own).float() - expected).norm() / expected.norm())
-            given = naive.quantize_activations(x, matrix.activations) if matrix.activations else (x, None)
+            given = quantize_activations(x, matrix.activations) if matrix.activations else (x, None)
             calls = [lambda x, one=one, given=given: product(*given, *one) for one in all_copies]
             yield Cell(name, shape, n, time_us(calls, x), error)
 
@@ -129,15 +132,12 @@ def product(x: Tensor, x_scale: Tensor | None, matrix: PackedMatrix, locks: Tens
 
 
 def quantisation(name: str, shapes: dict[str, tuple[int, int]], rows: Sequence[int]) -> Iterator[Cell]:
-    """Of the inputs of products, compiled; several at a time, so that the L2 cache is no help for many rows."""
+    """Of the inputs of products; several at a time, so that the L2 cache is no help for many rows."""
     activations = KINDS[name].activations
-    quantise: Any = naive.quantize_activations
-    if torch.cuda.is_available():
-        quantise = torch.compile(quantise, dynamic=True)
     for shape, (_, columns) in shapes.items():
         for n in rows:
             x = inputs(n, columns)
-            calls = [lambda x: quantise(x, activations)[0]] * 8
+            calls = [lambda x: quantize_activations(x, activations)[0]] * 8
             yield Cell(f"{name} + inputs", shape, n, time_us(calls, x), 0.0)
 
 

@@ -19,6 +19,8 @@ from nibble.kernels.quantized_linear import (
     Preparation,
     cuda,
     expected_product,
+    fp8_blocks,
+    prepared,
     quantized_gated_linear,
     quantized_linear,
 )
@@ -89,3 +91,34 @@ def test_gated_products_of_slices(name: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(cuda, "SLICE", slice_bytes)
         y = quantized_gated_linear(x, packed, locks).float()
         assert (y - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of SM90",
+)
+@pytest.mark.parametrize("shape", [(128, 512), (384, 1536), (4096, 14336)])
+def test_fp8_blocks_of_any_number_of_tokens(shape: tuple[int, int]) -> None:
+    """By one kernel and by the other, whole tiles of tokens or not; a row of x by itself is as among others."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape, device="cuda").bfloat16()
+    # Blocks of very different sizes, so that a scale in another's place shows.
+    weight *= (
+        torch.randn(shape[0] // 128, 1, shape[1] // 128, 1, device="cuda")
+        .exp()
+        .expand(-1, 128, -1, 128)
+        .reshape(shape)
+    )
+    kind = KINDS["fp8a8"]
+    matrix = replace(quantize(weight, kind.format), activations=kind.activations)
+    packed, locks = prepared(matrix)
+    assert packed.layout == fp8_blocks.LAYOUT and packed.nbytes < matrix.nbytes
+    for tokens in (1, 7, 8, 9, 16, 31, 33, 64, 65, 77, 128, 300, 1000):
+        x = torch.randn(tokens, shape[1], device="cuda").bfloat16()
+        x *= torch.randn(tokens, shape[1] // 128, device="cuda").exp().repeat_interleave(128, 1)
+        expected = expected_product(x, matrix).float()
+        y = quantized_linear(x, packed, locks)
+        error = float((y.float() - expected).norm() / expected.norm())
+        print(shape, tokens, f"{error:.1e}")
+        assert y.shape == (tokens, shape[0]) and error <= 3e-3
+    assert quantized_linear(x[:0], packed, locks).shape == (0, shape[0])

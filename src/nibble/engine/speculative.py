@@ -213,7 +213,9 @@ class Speculation:
         if not lengths:
             return []
         token_seconds, verification = self._values(running)
-        return [DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()]
+        return [
+            DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
+        ]
 
     def draft(self, tasks: Sequence[DraftTask]) -> Mapping[Request, tuple[int, ...]]:
         """Ask the drafter, and return what may be accepted of its drafts, where there are any."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nibble.errors import BackendError
 
-_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}
 """CUtensorMapDataType."""
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 """Of CUtensorMapSwizzle and CUtensorMapL2promotion."""
@@ -61,7 +61,7 @@ def tensor_map(x: Tensor, box: tuple[int, ...]) -> TensorMap:
     """Return how boxes of a tensor are copied: with 16-byte pieces swizzled within 8 rows, where these are 128 bytes.
 
     Args:
-        x: A tensor of 16-bit floats on a GPU, whose last dimension is dense; other strides and its address are
+        x: A tensor of 16-bit floats or bytes on a GPU, whose last dimension is dense; other strides and its address are
             multiples of 16 bytes.
         box: The size of a box in each dimension; the innermost is a multiple of 16 bytes. What lies outside of the
             tensor is copied as zeros.

@@ -63,9 +63,7 @@ class Engine:
     def compute(self, batch: Batch) -> dict[Request, int]:
         """Writes what `batch` says, and samples from what is in the cache then."""
         return {
-            work.request: next_token(work.request.token_ids)
-            for work in batch.scheduled
-            if self._write(work)
+            work.request: next_token(work.request.token_ids) for work in batch.scheduled if self._write(work)
         }
 
     def _write(self, work: ScheduledRequest) -> bool:

@@ -21,7 +21,14 @@ from torch import Tensor
 from nibble.errors import BackendError
 from nibble.kernels import ahead, gated
 from nibble.kernels import quantized_linear as operation
-from nibble.kernels.quantized_linear import Preparation, cuda, naive, quantized_gated_linear, quantized_linear
+from nibble.kernels.quantized_linear import (
+    Preparation,
+    cuda,
+    fp8_blocks,
+    naive,
+    quantized_gated_linear,
+    quantized_linear,
+)
 from nibble.kernels.quantized_linear.matrix import PackedMatrix, merged
 from nibble.kernels.weight_formats import (
     GROUP,
@@ -314,7 +321,7 @@ def test_activations_by_hand() -> None:
 @pytest.mark.parametrize(("columns", "group"), [(256, 128), (1152, 128), (96, 96), (4736, 4736), (2432, 128)])
 def test_activations_in_one_launch(columns: int, group: int, dtype: torch.dtype) -> None:
     """To the byte those of the definition, for rows of any stride."""
-    from nibble.kernels.quantized_linear import activations as fast
+    from nibble.kernels.quantized_linear import triton as fast
 
     x_TK = (torch.randn(5, 2 * columns, generator=RANDOM) * 3).to(dtype)[:, :columns].to(DEVICE)
     x_TK[1, :group], x_TK[2, 3], x_TK[4] = 0, 1e4, 1e-12
@@ -324,7 +331,7 @@ def test_activations_in_one_launch(columns: int, group: int, dtype: torch.dtype)
 
 
 def test_activations_that_are_no_numbers_stay_so() -> None:
-    from nibble.kernels.quantized_linear import activations as fast
+    from nibble.kernels.quantized_linear import triton as fast
 
     x_TK = torch.ones(2, 256, device=DEVICE)
     x_TK[0, 130] = torch.nan
@@ -540,3 +547,36 @@ def test_gated_products_of_slices(half: int, slice_bytes: int, monkeypatch: pyte
     assert (y - expected).norm() <= 1e-2 * expected.norm()
     most = {1: 704, 1 << 30: half}.get(slice_bytes, 2 * 704)
     assert max(slices) == min(most, half) and sum(slices) == half
+
+
+def plain_product(
+    codes_TK: Tensor, scale_GT: Tensor, weight_NK: Tensor, scale_BG: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """What both kernels of blocks are given, multiplied in float32."""
+    assert codes_TK.dtype == torch.float8_e4m3fn and codes_TK.is_contiguous() and scale_GT.is_contiguous()
+    assert weight_NK.dtype == torch.uint8 and scale_GT.shape == (codes_TK.shape[1] // 128, len(codes_TK))
+    x_TK = codes_TK.float() * scale_GT.T.repeat_interleave(128, 1)
+    scale_NK = scale_BG.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (x_TK @ (weight_NK.view(torch.float8_e4m3fn).float() * scale_NK).T).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 80, 131])
+def test_blocks_come_to_their_kernels(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nibble.kernels.linear import sm90
+
+    calls = list[int]()
+
+    def scaled_mm(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+        calls.append(len(x))
+        return plain_product(x, x_scale.T, w.T.contiguous().view(torch.uint8), w_scale.T, out_dtype)
+
+    monkeypatch.setattr(fp8_blocks, "serves_key", lambda key, device: key.activations is Activations.GROUP)
+    monkeypatch.setattr(sm90, "scaled_linear", plain_product)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    matrix = matrix_of("fp8a8", 256, 512)
+    packed, locks = served(matrix)
+    assert packed.layout == fp8_blocks.LAYOUT and packed.nbytes == 256 * 512 + 4 * 2 * 4
+    calls.clear()
+    x = torch.randn(1, tokens, 512, generator=RANDOM).bfloat16()
+    torch.testing.assert_close(quantized_linear(x, packed, locks), quantized_linear(x, matrix))
+    assert calls == ([] if tokens <= 64 else [-(-tokens // 16) * 16])

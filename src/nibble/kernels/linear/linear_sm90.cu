@@ -5,13 +5,16 @@
 // part of K each; in the end each adds up some rows of all parts, always in the same order. One thread copies, and
 // warpgroups of 64 outputs multiply. Before the kernel in front ends, the first stages of W are on their way.
 // Gated, half of a block's outputs are gates, and half the factors that belong to them.
+// FP8: both sides are E4M3 with float32 scales, of W for blocks of 128 x 128, of x for 128 values of a row. Tensor cores
+// add up 128 products in about 14 bits; these sums are scaled and added up in float32.
 //
-// Macros: ROWS, of x, 8, 16, 32, 64 or 128; GROUPS; SPLITS, blocks of a cluster; STAGES; GATED, 0 or 1.
+// Macros: ROWS, of x, 8, 16, 32, 64 or 128; GROUPS; SPLITS, blocks of a cluster; STAGES; GATED and FP8, 0 or 1.
 #include "bits.cuh"
 #include "cluster.cuh"
 #include "wgmma_ss.cuh"
 
-constexpr int INPUTS = 64;  // of a stage
+static_assert(!(FP8 && (GATED || ROWS > 64)), "not written");
+constexpr int INPUTS = SWIZZLED >> !FP8, SCALED = 128;  // of a stage; what has a scale
 constexpr int WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
 constexpr int WEIGHTS = 64 * GROUPS, OUTPUTS = WEIGHTS >> GATED;  // rows of W, and outputs that are stored
 constexpr int BOX_BYTES = OUTPUTS * SWIZZLED, WEIGHT_BYTES = WEIGHTS * SWIZZLED, STAGE_BYTES = WEIGHT_BYTES + ROWS * SWIZZLED;
@@ -66,11 +69,18 @@ DEVICE void produce(const Copies& copies, int steps) {
 #define SUMS_64                                                                                      \
   SUMS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53" \
           ",%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-// d += A B^T, for A of 64 x 16 and B of `columns` x 16.
+#if FP8
+#define KIND "k32.f32.e4m3.e4m3 "
+#define MAJORNESS ""
+#else
+#define KIND "k16.f32.bf16.bf16 "
+#define MAJORNESS ",0,0"
+#endif
+// d += A B^T, for A of 64 rows and B of `columns`, of 32 bytes.
 #define WGMMA(columns, sums, a_b, ...)                                            \
   asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p,0,0;\n"                           \
-               "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 "   \
-               "{" sums "}," a_b ",p,1,1,0,0;\n}" : __VA_ARGS__ : "l"(descriptor(a)), "l"(descriptor(b)))
+               "wgmma.mma_async.sync.aligned.m64n" columns KIND                   \
+               "{" sums "}," a_b ",p,1,1" MAJORNESS ";\n}" : __VA_ARGS__ : "l"(descriptor(a)), "l"(descriptor(b)))
 
 DEVICE void wgmma(float (&d)[SUMS], u32 a, u32 b) {
 #if ROWS == 8
@@ -87,23 +97,56 @@ DEVICE void wgmma(float (&d)[SUMS], u32 a, u32 b) {
 #endif
 }
 
-DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int steps) {
+// Scales of FP8: of rows of x, those of a step together, and of a warpgroup's part of W; from the block's first step on.
+struct Scales {
+  const float *of_x, *of_weights;
+  int rows;
+
+  DEVICE void load(float (&x)[SUMS / 2], float& weight, int step) const {
+    weight = of_weights[step];
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; i++) {
+      int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;  // as store_sums() has them
+      x[i] = row < rows ? of_x[step * rows + row] : 0;
+    }
+  }
+};
+
+DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int steps, const Scales& scales) {
   int group = uniform(threadIdx.x / 128);
   u32 a = matrix_at(stages + group * 64 * SWIZZLED), b = matrix_at(stages + WEIGHT_BYTES);
   Place place;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
+#if FP8
+  float next[SUMS / 2], next_weight;  // a step ahead, as they come from afar
+  scales.load(next, next_weight, 0);
+#endif
 #pragma unroll 1
   for (int step = 0; step < steps; step++, place.advance()) {
     int offset = place.stage * STAGE_BYTES;
+#if FP8
+    float part[SUMS] = {}, scale[SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; i++) scale[i] = next[i] * next_weight;
+    keep(part);
+    if (step + 1 < steps) scales.load(next, next_weight, step + 1);
+#else
+    float (&part)[SUMS] = sums;
+#endif
     barrier_wait(barriers.full(place.stage), place.parity);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < INPUTS / 16; j++) wgmma(sums, behind(a, offset + 32 * j), behind(b, offset + 32 * j));
+    for (int j = 0; j < SWIZZLED / 32; j++) wgmma(part, behind(a, offset + 32 * j), behind(b, offset + 32 * j));
     wgmma_commit();
     // Not later: memory is what all wait for, and a stage that is empty is to be filled.
     wgmma_wait<0>();
     if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(place.stage));
+#if FP8
+    keep(part);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] = fmaf(part[i], scale[i / 4 * 2 + i % 2], sums[i]);
+#endif
   }
   keep(sums);
 }
@@ -212,10 +255,11 @@ struct Share {
 // ---- the kernel ---------------------------------------------------------------------------------------
 
 // Arguments: maps of x [T, K] and the weight [N, K], or [2N, K], gates first; the bias of its rows or null; the output
-// [T, N]; T, N, and steps along K, no fewer than SPLITS.
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, GROUPS > 2 ? 1 : 2) linear(
+// [T, N]; T, N, and steps along K, no fewer than SPLITS; of FP8 the scales of x [K / 128, T] and of the weight
+// [N / 128, K / 128], else null.
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, GROUPS > 2 || (FP8 && ROWS > 32) ? 1 : 2) linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, const u16* bias, u16* out,
-    int rows, int outputs, int all_steps) {
+    int rows, int outputs, int all_steps, const float* x_scale, const float* weight_scale) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ u64 places[2 * STAGES];
   u32 stages = (shared_address(shared) + EIGHT_ROWS - 1) / EIGHT_ROWS * EIGHT_ROWS;  // the same in all blocks
@@ -241,7 +285,10 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   } else {
     Share share(output, outputs, bias);
     float sums[SUMS];
-    multiply(sums, stages, barriers, steps);
+    int block = (output + threadIdx.x / 128 * 64) / SCALED;
+    Scales scales{x_scale + first * rows, weight_scale + block * all_steps + first, rows};
+    if (FP8) wait_for_kernel();  // whose scales of x are read by all, and not by the thread that copies alone
+    multiply(sums, stages, barriers, steps, scales);
     wait_for_consumers();  // nobody reads stages any more
     store_sums(sums, stages);
     if (SPLITS > 1) cluster_arrive_after_sums(), cluster_wait();

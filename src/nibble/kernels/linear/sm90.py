@@ -1,6 +1,6 @@
-"""Products of few rows with large weights on SM90, gated ones too (linear_sm90.cu).
+"""Products of few rows with large weights on SM90, gated ones too, and FP8 by FP8 (linear_sm90.cu).
 
-Shape suffixes: T rows of x, K inputs, N outputs, rows of the weight.
+Shape suffixes: T rows of x, K inputs, N outputs, rows of the weight, G groups of inputs, B blocks of outputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ ALIGNED = 8
 """Values of 16 bytes, of which the tensor copy engine wants whole ones."""
 GROUPS, SPLITS, MOST_SPLITS = (1, 2, 4), (1, 2, 4, 8), 8
 """Warpgroups that a block may have, sizes of clusters that fill GPCs, and the largest."""
+SCALED, MOST_SCALED_ROWS = 128, 64
+"""Outputs and inputs of what has a scale in FP8, and rows of x at most there."""
 ALIGNMENT, RESERVED, PROCESSOR = 1024, 1024, 228 << 10
 """Bytes of shared memory: to align stages, of a block for the system and likewise for barriers, and of a processor."""
 
@@ -160,7 +162,6 @@ def linear(
     Raises:
         BackendError: There are too many rows, the tile does not fit, or the driver refuses the tensors or the launch.
     """
-    from nibble.kernels.nvrtc import INT, POINTER
     from nibble.kernels.tensor_map import copyable, tensor_map
 
     (n, inputs), device = weight_NK.shape, weight_NK.device
@@ -177,35 +178,86 @@ def linear(
     if bias_N is not None and not is_known:
         bias_N = bias_N.clone(memory_format=torch.contiguous_format)
     of_block = GROUP * tile.groups // (2 if gated else 1)
-    maps = (
-        tensor_map(x_TK, (padded(rows), INPUTS)),
-        tensor_map(weight_NK, (of_block, INPUTS)),
-    )
+    maps = tensor_map(x_TK, (padded(rows), INPUTS)), tensor_map(weight_NK, (of_block, INPUTS))
     pointers = 0 if bias_N is None else bias_N.data_ptr(), out.data_ptr()
-    sizes = rows, outputs, cdiv(inputs, INPUTS)
-    types = (*(None,) * len(maps), *(POINTER,) * len(pointers), *(INT,) * len(sizes))
-    blocks, threads = cdiv(outputs, of_block) * tile.splits, 128 * tile.groups + 32
+    arguments = (*maps, *pointers, rows, outputs, cdiv(inputs, INPUTS), 0, 0)
     kernel = _kernel(device, padded(rows), tile, gated)
-    kernel.launch(
-        blocks, threads, tile.shared(rows), types, (*maps, *pointers, *sizes), starts_early=is_known
-    )
+    _launch(kernel, cdiv(outputs, of_block), tile, rows, arguments, starts_early=is_known)
     return out
 
 
-def macros(rows: int, tile: Tile, gated: bool = False) -> dict[str, int]:
-    """Return the macros of linear_sm90.cu."""
+def scaled_linear(
+    codes_TK: Tensor,
+    scale_GT: Tensor,
+    weight_NK: Tensor,
+    weight_scale_BG: Tensor,
+    dtype: torch.dtype,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Compute x W^T of E4M3 codes with float32 scales.
+
+    Args:
+        codes_TK: Of x, MOST_SCALED_ROWS rows at most; contiguous.
+        scale_GT: Of 128 inputs of a row each; contiguous.
+        weight_NK: Codes of W as bytes, contiguous, with whole blocks of 128 x 128; not written by any kernel.
+        weight_scale_BG: Of these blocks, likewise.
+        dtype: Of the result, bfloat16.
+        tile: Another tile than that of half as many inputs of 16 bits, which are as many bytes.
+
+    Returns:
+        [T, N].
+
+    Raises:
+        BackendError: There are too many rows, or the driver refuses the tensors or the launch.
+    """
+    from nibble.kernels.tensor_map import tensor_map
+
+    (outputs, inputs), rows, device = weight_NK.shape, len(codes_TK), weight_NK.device
+    out_TN = weight_NK.new_empty(rows, outputs, dtype=dtype)
+    if not out_TN.numel():
+        return out_TN
+    tile = tile or tile_of(outputs, inputs // 2, rows, gpu_of(device).processors)
+    if rows > MOST_SCALED_ROWS or dtype != torch.bfloat16:
+        raise BackendError(f"{rows} rows in {dtype} are not multiplied in FP8 on SM90")
+    of_block = GROUP * tile.groups
+    maps = (
+        tensor_map(codes_TK.view(torch.uint8), (padded(rows), SCALED)),
+        tensor_map(weight_NK, (of_block, SCALED)),
+    )
+    sizes, scales = (rows, outputs, inputs // SCALED), (scale_GT.data_ptr(), weight_scale_BG.data_ptr())
+    arguments = (*maps, 0, out_TN.data_ptr(), *sizes, *scales)
+    kernel = _kernel(device, padded(rows), tile, gated=False, scaled=True)
+    _launch(kernel, cdiv(outputs, of_block), tile, rows, arguments, starts_early=True)
+    return out_TN
+
+
+def _launch(
+    kernel: Kernel, columns: int, tile: Tile, rows: int, arguments: tuple[Any, ...], *, starts_early: bool
+) -> None:
+    """Launch clusters for so many columns of tiles."""
+    from nibble.kernels.nvrtc import INT, POINTER
+
+    types = None, None, POINTER, POINTER, INT, INT, INT, POINTER, POINTER
+    blocks, threads = columns * tile.splits, 128 * tile.groups + 32
+    kernel.launch(blocks, threads, tile.shared(rows), types, arguments, starts_early=starts_early)
+
+
+def macros(rows: int, tile: Tile, gated: bool = False, scaled: bool = False) -> dict[str, int]:
+    """Return the macros of linear_sm90.cu; scaled: both sides are FP8."""
     return {
         "ROWS": padded(rows),
         "GROUPS": tile.groups,
         "SPLITS": tile.splits,
         "STAGES": tile.stages,
         "GATED": int(gated),
+        "FP8": int(scaled),
     }
 
 
 @cache
-def _kernel(device: torch.device, rows: int, tile: Tile, gated: bool) -> Kernel:
+def _kernel(device: torch.device, rows: int, tile: Tile, gated: bool, scaled: bool = False) -> Kernel:
     from nibble.kernels.nvrtc import Kernel, code_of
 
-    code = code_of(SOURCE, f"{SM90}a", macros(rows, tile, gated))
+    code = code_of(SOURCE, f"{SM90}a", macros(rows, tile, gated, scaled))
     return Kernel(code, "linear", tile.shared(rows))

@@ -1,8 +1,9 @@
 """quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py), or with a gate behind it.
 
 naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
-rows; cuda.py reads the same layout faster for a few and for many. A Preparation brings matrices into their layout while
-they are compiled, which nothing waits for but the first launch, and later holds each kernel against the definition.
+rows; cuda.py reads the same layout faster for a few and for many. fp8_blocks.py has FP8 by FP8 on SM90. A Preparation
+brings matrices into their layout while kernels are compiled, which nothing waits for but the first launch, and later
+holds each kernel against the definition.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from nibble.errors import BackendError
 from nibble.kernels import UNBOUNDED, ahead, gated, triton_present
 from nibble.kernels.gated.naive import gate as naive_gate
-from nibble.kernels.quantized_linear import cuda, naive
+from nibble.kernels.quantized_linear import cuda, fp8_blocks, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, KernelKey, PackedMatrix
 from nibble.kernels.weight_formats import GROUP, Activations, WeightFormat
 
@@ -105,7 +106,16 @@ def compile_ahead(keys: Iterable[KernelKey], device: torch.device) -> None:
         device: Where they will be.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    _humming().compile_ahead(keys, torch.device(device.type, index))
+    device = torch.device(device.type, index)
+    _humming().compile_ahead([key for key in keys if not fp8_blocks.serves_key(key, device)], device)
+
+
+def prepared(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
+    """Return a matrix in the layout NAIVE on a GPU in that of its kernels, and the int32 locks of its products."""
+    if fp8_blocks.serves_key(matrix.key, matrix.codes.device):
+        return fp8_blocks.prepare(matrix)
+    packed: tuple[PackedMatrix, Tensor] = _humming().explained(lambda: _humming().prepare(matrix))
+    return packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +138,7 @@ class KernelTest:
             most_rows: That will be multiplied; kernels for more are left out.
         """
         generator = torch.Generator(self.x.device).manual_seed(1)
-        sizes = (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS)
-        own = [tokens for tokens in sizes if _implementation(matrix, tokens) is not None]
-        for tokens in (*own, *_humming().rows_of(matrix)):
+        for tokens in _tested_rows(matrix):
             if tokens > most_rows:
                 continue
             # In no order, so that a kernel that takes a row for another fails.
@@ -145,6 +153,15 @@ class KernelTest:
                 _compare(
                     y_TN, naive_gate(expected[::GATED_ROWS]), tokens, matrix, " with the gate behind them"
                 )
+
+
+def _tested_rows(matrix: PackedMatrix) -> list[int]:
+    """Return for each kernel of a matrix in its layout the least number of rows that calls it, or nearly."""
+    if matrix.layout == fp8_blocks.LAYOUT:
+        return [1, *(size + 1 for size in fp8_blocks.FEW_SIZES)]
+    sizes = (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS)
+    own = [tokens for tokens in sizes if _implementation(matrix, tokens) is not None]
+    return [*own, *_humming().rows_of(matrix)]
 
 
 def _compare(y_TN: Tensor, expected_TN: Tensor, tokens: int, matrix: PackedMatrix, what: str = "") -> None:
@@ -171,10 +188,15 @@ class Preparation:
         self._tests: dict[KernelKey, KernelTest] = {}
         self._count = 0
         by_key = {matrix.key: matrix for matrix in matrices}
-        _humming().explained(lambda: _humming().compile_all(by_key.values()))
+        blocks = [x for key, x in by_key.items() if fp8_blocks.serves_key(key, x.codes.device)]
+        others = [matrix for matrix in by_key.values() if not any(matrix is x for x in blocks)]
+        if others:
+            _humming().explained(lambda: _humming().compile_all(others))
         # What goes wrong shows in the test.
         with suppress(Exception), ahead.rehearsal():
-            for matrix in by_key.values():
+            for matrix in blocks:
+                fp8_blocks.compile_few(matrix)
+            for matrix in others:
                 cuda.launch_gated(matrix)
                 gated.gate(matrix.codes.new_empty(1, matrix.shape[0], dtype=matrix.dtype))
 
@@ -185,8 +207,7 @@ class Preparation:
             x = _test_inputs(matrix)
             self._tests[matrix.key] = KernelTest(self._count, x, expected_product(x, matrix))
         self._count += 1
-        packed: tuple[PackedMatrix, Tensor] = _humming().explained(lambda: _humming().prepare(matrix))
-        return packed
+        return prepared(matrix)
 
     def test(self, served: Sequence[tuple[PackedMatrix, Tensor]], most_rows: int = UNBOUNDED) -> None:
         """Raise BackendError unless kernels compute what the definition says; wait for them.
@@ -254,6 +275,9 @@ def _quantized_linear(x: Tensor, x_scale: Tensor | None, *facts: Any) -> Tensor:
         y_TN = x_TK.new_empty(0, shape[0], dtype=x.dtype if x_scale is None else matrix.dtype)
     else:
         assert locks is not None
+        if layout == fp8_blocks.LAYOUT:
+            assert x_scale is not None
+            return fp8_blocks.linear(x_TK, x_scale, matrix).view(*x.shape[:-1], shape[0])
         own = _implementation(matrix, len(x_TK)) if x_scale is None else None
         y_TN = own(x_TK, matrix) if own else _humming().quantized_linear(x_TK, x_scale, matrix, locks)
     return y_TN.view(*x.shape[:-1], shape[0])
@@ -271,16 +295,17 @@ def _quantized_gated_linear(x: Tensor, *facts: Any) -> Tensor:
 
 def _quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     if not (x.is_cuda and triton_present()):
-        return naive.quantize_groups(x, group)
-    from nibble.kernels.quantized_linear import activations as fast
+        codes, scale = naive.quantize_groups(x, group)
+        return codes, scale.movedim(-1, 0).contiguous().movedim(0, -1)
+    from nibble.kernels.quantized_linear import triton as fast
 
     codes_TK, scale_TG = fast.quantize_activations(x.reshape(-1, x.shape[-1]), group)
-    return codes_TK.view(x.shape), scale_TG.view(*x.shape[:-1], -1)
+    return codes_TK.view(x.shape), scale_TG.T.view(scale_TG.shape[1], *x.shape[:-1]).movedim(0, -1)
 
 
 def _codes_and_scales(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return tensors like codes and scales, for the compiler."""
-    scale = x.new_empty(*x.shape[:-1], x.shape[-1] // group, dtype=torch.float32)
+    scale = x.new_empty(x.shape[-1] // group, *x.shape[:-1], dtype=torch.float32).movedim(0, -1)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
 
 

@@ -97,7 +97,9 @@ def quantize_activations(
 def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes of inputs [..., K], and the scale of each group of so many [..., G]."""
     groups = x.float().unflatten(-1, (-1, group))
-    scale = groups.abs().amax(-1).clamp(min=TINY) / E4M3_MAX
+    amax = groups.abs().amax(-1).clamp(min=TINY)
+    # A GPU multiplies by the inverse of a number, which may be off in the last place.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
     return _codes((groups / scale.unsqueeze(-1)).flatten(-2)), scale
 
 

@@ -23,9 +23,9 @@ VALUES, THREAD_VALUES, MOST_WARPS = 2048, 16, 16
 """Values of a program, but where a group has more; of each thread; and warps of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def quantize_activations_kernel(
-    x, codes, scale, stride, groups, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    x, codes, scale, stride, tokens, groups, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     TINY: tl.constexpr, MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantise GROUPS groups of a token. Grid: T, groups / GROUPS."""
@@ -45,11 +45,11 @@ def quantize_activations_kernel(
     else:
         code = encode_e4m3(value, of_group[:, None])[0]
     tl.store(codes + token * (groups * GROUP) + at, code, mask=live)
-    tl.store(scale + token * groups + group, of_group, mask=group < groups)
+    tl.store(scale + group * tokens + token, of_group, mask=group < groups)
 
 
 def quantize_activations(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes, E4M3 [T, K], and float32 scales [T, G], as the definition does.
+    """Return codes, E4M3 [T, K], and float32 scales [T, G], as the definition does; those of a group lie together.
 
     Args:
         x_TK: Inputs.
@@ -60,11 +60,11 @@ def quantize_activations(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     groups, block = columns // group, next_power_of_2(group)
     of_program = min(max(VALUES // block, 1), next_power_of_2(groups))
     codes_TK = x_TK.new_empty(tokens, columns, dtype=torch.float8_e4m3fn)
-    scale_TG = x_TK.new_empty(tokens, groups, dtype=torch.float32)
+    scale_TG = x_TK.new_empty(groups, tokens, dtype=torch.float32).T
     warps = min(max(of_program * block // (32 * THREAD_VALUES), 1), MOST_WARPS)
     if tokens:
         quantize_activations_kernel[(tokens, cdiv(groups, of_program))](
-            x_TK, codes_TK.view(torch.uint8), scale_TG, x_TK.stride(0), groups, group, of_program, block, TINY, E4M3_MAX,
-            bool(options), num_warps=warps, **options,
+            x_TK, codes_TK.view(torch.uint8), scale_TG, x_TK.stride(0), tokens, groups, group, of_program, block,
+            TINY, E4M3_MAX, bool(options), num_warps=warps, **options,
         )  # fmt: skip
     return codes_TK, scale_TG
