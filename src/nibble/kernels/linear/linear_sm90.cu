@@ -18,7 +18,8 @@ constexpr int INPUTS = SWIZZLED >> !FP8, SCALED = 128;  // of a stage; what has 
 constexpr int WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
 constexpr int WEIGHTS = 64 * GROUPS, OUTPUTS = WEIGHTS >> GATED;  // rows of W, and outputs that are stored
 constexpr int BOX_BYTES = OUTPUTS * SWIZZLED, WEIGHT_BYTES = WEIGHTS * SWIZZLED, STAGE_BYTES = WEIGHT_BYTES + ROWS * SWIZZLED;
-constexpr int SUMS = ROWS / 2;  // of a thread
+constexpr int MOST_BLOCKS = GROUPS > 2 || (FP8 && ROWS > 32) ? 1 : 2;  // of a multiprocessor
+constexpr int SUMS = ROWS / 2;                                         // of a thread
 // Floats from a row of a block's sums to the next. Of a warp that stores sums, lanes of four rows, two apart each, and of
 // eight outputs have a bank each.
 constexpr int PITCH = WEIGHTS + 4;
@@ -119,18 +120,20 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
 #if FP8
-  float next[SUMS / 2], next_weight;  // a step ahead, as they come from afar
-  scales.load(next, next_weight, 0);
+  constexpr bool AHEAD = ROWS * GROUPS < 256;  // a step, as they come from afar; where there are registers
+  float next[SUMS / 2], next_weight;
+  if (AHEAD) scales.load(next, next_weight, 0);
 #endif
 #pragma unroll 1
   for (int step = 0; step < steps; step++, place.advance()) {
     int offset = place.stage * STAGE_BYTES;
 #if FP8
     float part[SUMS] = {}, scale[SUMS / 2];
+    if (!AHEAD) scales.load(next, next_weight, step);
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) scale[i] = next[i] * next_weight;
     keep(part);
-    if (step + 1 < steps) scales.load(next, next_weight, step + 1);
+    if (AHEAD && step + 1 < steps) scales.load(next, next_weight, step + 1);
 #else
     float (&part)[SUMS] = sums;
 #endif
@@ -257,7 +260,7 @@ struct Share {
 // Arguments: maps of x [T, K] and the weight [N, K], or [2N, K], gates first; the bias of its rows or null; the output
 // [T, N]; T, N, and steps along K, no fewer than SPLITS; of FP8 the scales of x [K / 128, T] and of the weight
 // [N / 128, K / 128], else null.
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, GROUPS > 2 || (FP8 && ROWS > 32) ? 1 : 2) linear(
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, MOST_BLOCKS) linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, const u16* bias, u16* out,
     int rows, int outputs, int all_steps, const float* x_scale, const float* weight_scale) {
   extern __shared__ __align__(1024) u8 shared[];
