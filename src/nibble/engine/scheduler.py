@@ -234,7 +234,7 @@ class Scheduler:
             start = count - 1
             if of_request := drafts.get(request, ()):
                 most = min(room, request.last_length - count - 1, self.manager.draft_room(lease, start))
-                of_request = of_request[:most]
+                of_request = of_request[: max(most, 0)]
                 room -= len(of_request)
             try:
                 self.manager.reserve(lease, start + 1 + len(of_request), len(of_request), start=start)
@@ -559,10 +559,10 @@ class Scheduler:
                     return False
 
     def _reserve_drafts(self, request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Reserve pages for drafts; return none of them where pages are short."""
+        """Reserve pages for drafts within the limits of a request; return none of them where pages are short."""
         lease, start = request.lease, request.lease.num_stored_tokens
-        # Its lease may have changed for the sake of others since they were asked for.
-        drafts = drafts[: self.manager.draft_room(lease, start)]
+        # These may have changed since drafts were asked for: its lease for the sake of others, its tokens by a step.
+        drafts = drafts[: max(self.draft_room(request), 0)]
         if not drafts:
             return ()
         try:

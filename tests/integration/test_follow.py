@@ -1,0 +1,173 @@
+"""Steps with drafts that follow one another: the next is made and launched before the one before it is stored.
+
+Answers must be those without drafts, and the books those of the tokens that count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from exact_model import ExactModel, prefix_hashes
+from nibble import SamplingParams
+from nibble.cache.exact_window import ExactWindow
+from nibble.cache.manager import CacheManager
+from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.scheduler import Scheduler
+from nibble.engine.speculative import accepted_run
+from traffic import arrivals, expected, limits, next_token, prompt
+
+PAGE, MOST_DRAFTS = 4, 5
+
+
+class Following:
+    """The engine's loop over a device that computes at once, with drafts of which most are right."""
+
+    def __init__(
+        self, dice: random.Random, pages: int, prefix_cache: bool = True, window: ExactWindow | None = None,
+        **limits: Any,
+    ) -> None:  # fmt: skip
+        self.dice = dice
+        self.manager = CacheManager(pages, PAGE, prefix_cache, window=window)
+        self.scheduler = Scheduler(
+            self.manager, **{"max_running": 8, "token_budget": 64, "max_context": 1000, **limits}
+        )
+        self.exact = ExactModel(window, PAGE) if window else None
+        self.cells: dict[tuple[int, int], int] = {}
+        self.flight: tuple[Batch, Mapping[Request, list[int]]] | None = None
+        self.names = iter(range(10**6))
+        self.num_followed = self.num_accepted = 0
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0)
+        request = Request(f"r{next(self.names)}", prompt, params, **more)
+        self.scheduler.add(request)
+        return request
+
+    def compute(self, batch: Batch) -> dict[Request, list[int]]:
+        """What requests gain by a step, which is launched and ends at once."""
+        runs = dict[Request, list[int]]()
+        for work in batch.scheduled:
+            tokens = [
+                *work.request.token_ids[: work.start + work.num_tokens - len(work.drafts)],
+                *work.drafts,
+            ]
+            assert len(tokens) == work.end, "a step has tokens that nobody knows"
+            self._write(work, tokens)
+            if work.samples_token:
+                rows = range(work.end - len(work.drafts), work.end + 1)
+                runs[work.request] = accepted_run(work.drafts, [next_token(tokens[:row]) for row in rows])
+                self.num_accepted += len(runs[work.request]) - 1
+        return runs
+
+    def _write(self, work: ScheduledRequest, tokens: list[int]) -> None:
+        lease, hashes = work.request.lease, prefix_hashes(tokens, work.request.namespace)
+        if self.exact:
+            self.exact.compute(lease, hashes, work.start, work.end, work.write_from)
+        for i, seen in enumerate(hashes):
+            cell = (lease.pages[i // PAGE], i % PAGE)
+            if i >= work.write_from:
+                self.cells[cell] = seen
+            assert self.cells[cell] == seen, f"token {i} of {work.request.id} is not what was stored"
+
+    def drafts(self, requests: list[Request]) -> dict[Request, tuple[int, ...]]:
+        """Of requests whose tokens are known; none of them ends an answer (Speculation._usable)."""
+        result = dict[Request, tuple[int, ...]]()
+        for request in requests:
+            tokens = list(request.token_ids)
+            for _ in range(self.dice.randrange(MOST_DRAFTS + 1)):
+                token = next_token(tokens) if self.dice.random() < 0.7 else 7
+                if token in request.stop_ids:
+                    break
+                tokens.append(token)
+            result[request] = tuple(tokens[len(request.token_ids) :])
+        return result
+
+    def step(self, gone: Request | None = None) -> bool:
+        """A step. `gone` is aborted between its batch's launch and when what was before is stored."""
+        scheduler, flight, batch = self.scheduler, self.flight, None
+        if flight and scheduler.can_follow(flight[0]):
+            ended = scheduler.settle(*flight)
+            live = [item.request for item in flight[0].scheduled if item.request not in ended]
+            drafts = self.drafts(live)
+            batch = scheduler.follow(flight[0], drafts, ended)
+            if batch is None:
+                scheduler.store(*flight, ended)
+                batch = scheduler.schedule(drafts)
+            else:
+                self.num_followed += 1
+                scheduler.launch(batch)
+                runs = self.compute(batch)
+                if gone:
+                    scheduler.finish(gone, "abort")
+                scheduler.store(*flight, ended)
+                scheduler.check_integrity()
+                self.flight = batch, runs
+                return True
+        else:
+            if flight:
+                scheduler.commit(*flight)
+            batch = scheduler.schedule(self.drafts(scheduler.draftable))
+        scheduler.check_integrity()
+        if gone:
+            scheduler.finish(gone, "abort")
+        self.flight = None
+        if batch:
+            assert sum(work.num_tokens for work in batch.scheduled) <= scheduler.token_budget
+            live_batch = Batch(tuple(one for one in batch.scheduled if not one.request.is_finished))
+            scheduler.launch(live_batch)
+            self.flight = live_batch, self.compute(live_batch)
+        return batch is not None
+
+
+@pytest.mark.parametrize(
+    "window", [None, ExactWindow(4, 2, 90, 9, MOST_DRAFTS), ExactWindow(6, 2, 40, 2, MOST_DRAFTS)]
+)
+@pytest.mark.parametrize("seed", range(30))
+def test_any_mix_ends_right(seed: int, window: ExactWindow | None) -> None:
+    dice = random.Random(seed)
+    engine = Following(dice, **limits(dice), window=window)
+    requests, aborted = list[Request](), set[Request]()
+    while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:
+        if len(requests) < 40 and dice.random() < 0.3:
+            requests += arrivals(engine, dice, (0, 0, -3, 2) if seed % 2 else (0,))
+        gone = None
+        if dice.random() < 0.05 and engine.scheduler.running:
+            gone = dice.choice(engine.scheduler.running)
+            aborted.add(gone)
+        engine.step(gone)
+    for request in set(requests) - aborted:
+        assert request.output_token_ids == expected(request, engine.scheduler.limit)
+    assert engine.manager.stats.in_use == 0
+    engine.manager.clear()
+    assert engine.manager.stats.free == engine.manager.stats.total
+
+
+def test_steps_follow_one_another() -> None:
+    """All but those with prompts, and draft pages are given back where one does not follow."""
+    engine = Following(random.Random(1), pages=400)
+    requests = [engine.add(prompt(9, i), 60) for i in range(3)]
+    steps = 0
+    while engine.step():
+        steps += 1
+        for request in engine.scheduler.running:
+            lease = request.lease
+            most = lease.num_stored_tokens + 2 * (1 + MOST_DRAFTS)
+            assert len(lease.pages) <= engine.manager.pages_for(most)
+    assert engine.num_followed >= steps - 4 and engine.num_accepted > 60
+    assert all(request.output_token_ids == expected(request, 1000) for request in requests)
+
+
+def test_what_ends_is_no_part_of_the_next_step() -> None:
+    engine = Following(random.Random(2), pages=100)
+    short, long = engine.add(prompt(9), 2), engine.add(prompt(9, 1), 30)
+    engine.step()
+    while not short.is_finished:
+        engine.step()
+    assert engine.flight and [item.request for item in engine.flight[0].scheduled] == [long]
+    while engine.step():
+        pass
+    assert long.output_token_ids == expected(long, 1000)
