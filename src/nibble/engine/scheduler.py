@@ -22,20 +22,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from nibble.cache.lease import Lease, Place
 from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.radix_cache import Key
 from nibble.cache.rank_managers import RankManagers
+from nibble.engine.budget import SLICES, divide, urgency_of
 from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
-
-SLICES = 8
-"""Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; of theirs, one is reserved for
-the first of all, so that those with fewer tokens left cannot shut it out.
-"""
 
 PROMPT_TAIL = 8
 """Last tokens of a prompt that its snapshot leaves out: a chat template may write another header of the answer in the
@@ -480,7 +475,7 @@ class Scheduler:
         for request in self.running:
             if request.in_flight:
                 pending.update(dict.fromkeys(self._work_keys(request), request))
-        rest = sorted(prompts[1:], key=_urgency)
+        rest = sorted(prompts[1:], key=urgency_of)
         replays = {self.manager.replay_target(one.lease): one for one in rest if one.lease.has_begun}
         for candidate in (prompts[0], *rest):
             request = candidate
@@ -492,7 +487,7 @@ class Scheduler:
             ):
                 request = replays.get(target, candidate)
             # With the turn goes the urgency.
-            urgency = min(_urgency(request), _urgency(candidate))
+            urgency = min(urgency_of(request), urgency_of(candidate))
             if request in selected:
                 selected[request] = min(selected[request], urgency)
                 continue
@@ -604,24 +599,3 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.in_flight, request.state = None, state
-
-
-def _urgency(request: Request) -> tuple[int, int]:
-    """Return what orders prompts: of equal priority, those with the fewest tokens left, whose answers begin soonest."""
-    return request.priority, request.num_tokens - request.num_computed_tokens
-
-
-def divide(demand: Sequence[int], urgency: Sequence[Any], room: int, least: int) -> list[int]:
-    """Return shares of `room`: all that it wants to one after another by urgency, but `least` to the first of all.
-
-    One prompt after another begins its answer sooner than all side by side, and in larger chunks.
-    """
-    shares = [0] * len(demand)
-    if demand:
-        shares[0] = min(demand[0], least, room)
-    room -= sum(shares)
-    for i in sorted(range(len(demand)), key=urgency.__getitem__):
-        more = min(demand[i] - shares[i], room)
-        shares[i] += more
-        room -= more
-    return shares

@@ -11,8 +11,9 @@ from exact_model import ExactModel, prefix_hashes
 from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
+from nibble.engine.budget import SLICES, divide
 from nibble.engine.request import PHASE_ORDER, Batch, Logprob, Request, ScheduledRequest, State
-from nibble.engine.scheduler import SLICES, Scheduler, divide
+from nibble.engine.scheduler import Scheduler
 from nibble.errors import PromptTooLong, RequestError
 from nibble.model_spec import Phase
 from traffic import arrivals, expected, limits, next_token, prompt
