@@ -97,9 +97,9 @@ def test_gated_products_of_slices(name: str, monkeypatch: pytest.MonkeyPatch) ->
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a GPU of SM90",
 )
-@pytest.mark.parametrize("shape", [(128, 512), (384, 1536), (4096, 14336)])
+@pytest.mark.parametrize("shape", [(128, 512), (384, 1536), (4096, 14336), (17024, 512)])
 def test_fp8_blocks_of_any_number_of_tokens(shape: tuple[int, int]) -> None:
-    """By one kernel and by the other, whole tiles of tokens or not; a row of x by itself is as among others."""
+    """By one kernel and by the other, whole tiles of tokens and outputs or not."""
     torch.manual_seed(0)
     weight = torch.randn(shape, device="cuda").bfloat16()
     # Blocks of very different sizes, so that a scale in another's place shows.

@@ -15,9 +15,11 @@ from exact_model import ExactModel, prefix_hashes
 from nibble import SamplingParams
 from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
+from nibble.cache.states import StateSlots
 from nibble.engine.request import Batch, Request, ScheduledRequest
-from nibble.engine.scheduler import Scheduler
+from nibble.engine.scheduler import Scheduler, _order
 from nibble.engine.speculative import accepted_run
+from state_model import StateModel
 from traffic import arrivals, expected, limits, next_token, prompt
 
 PAGE, MOST_DRAFTS = 4, 5
@@ -28,10 +30,12 @@ class Following:
 
     def __init__(
         self, dice: random.Random, pages: int, prefix_cache: bool = True, window: ExactWindow | None = None,
-        **limits: Any,
+        states: StateSlots | None = None, breaks: float = 0.0, **limits: Any,
     ) -> None:  # fmt: skip
-        self.dice = dice
-        self.manager = CacheManager(pages, PAGE, prefix_cache, window=window)
+        self.dice, self.breaks = dice, breaks
+        """How often a step is made and not launched, as where it is interrupted."""
+        self.manager = CacheManager(pages, PAGE, prefix_cache, window=window, states=states)
+        self.states = StateModel() if states else None
         self.scheduler = Scheduler(
             self.manager, **{"max_running": 8, "token_budget": 64, "max_context": 1000, **limits}
         )
@@ -57,10 +61,17 @@ class Following:
             ]
             assert len(tokens) == work.end, "a step has tokens that nobody knows"
             self._write(work, tokens)
+            end = work.end
             if work.samples_token:
                 rows = range(work.end - len(work.drafts), work.end + 1)
-                runs[work.request] = accepted_run(work.drafts, [next_token(tokens[:row]) for row in rows])
-                self.num_accepted += len(runs[work.request]) - 1
+                run = accepted_run(work.drafts, [next_token(tokens[:row]) for row in rows])
+                end += len(run) - 1 - len(work.drafts)
+                runs[work.request] = run
+                self.num_accepted += len(run) - 1
+            if self.states:
+                # Drafts that do not count leave no trace in states (StateBooks.draft_room).
+                hashes = prefix_hashes(tokens, work.request.namespace)
+                self.states.step(work.request.lease, hashes, work.start, end)
         return runs
 
     def _write(self, work: ScheduledRequest, tokens: list[int]) -> None:
@@ -90,14 +101,16 @@ class Following:
         """A step. `gone` is aborted between its batch's launch and when what was before is stored."""
         scheduler, flight, batch = self.scheduler, self.flight, None
         if flight and scheduler.can_follow(flight[0]):
-            ended = scheduler.settle(*flight)
+            ended = scheduler.add_tokens(*flight)
             live = [item.request for item in flight[0].scheduled if item.request not in ended]
             drafts = self.drafts(live)
             batch = scheduler.follow(flight[0], drafts, ended)
-            if batch is None:
+            if batch is None or self.dice.random() < self.breaks:
                 scheduler.store(*flight, ended)
                 batch = scheduler.schedule(drafts)
             else:
+                order = [_order(item.request) for item in batch.scheduled if item.drafts]
+                assert order == sorted(order) and not (ended and scheduler.waiting)
                 self.num_followed += 1
                 scheduler.launch(batch)
                 runs = self.compute(batch)
@@ -115,6 +128,8 @@ class Following:
         if gone:
             scheduler.finish(gone, "abort")
         self.flight = None
+        if batch and self.dice.random() < self.breaks:
+            return True
         if batch:
             assert sum(work.num_tokens for work in batch.scheduled) <= scheduler.token_budget
             live_batch = Batch(tuple(one for one in batch.scheduled if not one.request.is_finished))
@@ -126,10 +141,13 @@ class Following:
 @pytest.mark.parametrize(
     "window", [None, ExactWindow(4, 2, 90, 9, MOST_DRAFTS), ExactWindow(6, 2, 40, 2, MOST_DRAFTS)]
 )
+@pytest.mark.parametrize("states", [None, StateSlots(20, 8)])
 @pytest.mark.parametrize("seed", range(30))
-def test_any_mix_ends_right(seed: int, window: ExactWindow | None) -> None:
+def test_any_mix_ends_right(seed: int, states: StateSlots | None, window: ExactWindow | None) -> None:
     dice = random.Random(seed)
-    engine = Following(dice, **limits(dice), window=window)
+    engine = Following(
+        dice, **limits(dice), window=window, states=states, breaks=dice.choice([0.0, 0.0, 0.1])
+    )
     requests, aborted = list[Request](), set[Request]()
     while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:
         if len(requests) < 40 and dice.random() < 0.3:

@@ -17,12 +17,12 @@ from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.step_memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.engine import StartupReport
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniforms
+from nibble.engine.startup_report import StartupReport
 from nibble.engine.warmup_steps import longest_prompts
 from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels import ALIGNED

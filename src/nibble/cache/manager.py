@@ -356,6 +356,7 @@ class CacheManager:
             lease: an open lease, of which no step is in flight.
         """
         assert not lease.hot_frames, "a hot buffer is for one new token"
+        assert not lease.is_replaying, "a replay has no drafts"
         lease.num_reserved_tokens = lease.num_stored_tokens
         self._shrink(lease, max(lease.num_stored_tokens, lease.num_ahead_tokens))
 

@@ -190,8 +190,10 @@ class StateBooks:
         self._stats.replayed_tokens += max(min(stored, lease.replay_until) - previous, 0)
         # The step that has copied it is done.
         self._release_source(lease)
-        full = stored // self.page_size
-        for boundary in [b for b in lease.state_boundaries if b in lease.saved_states and b <= full]:
+        # A slot that a step has still to copy to holds nothing yet.
+        full, unmade = stored // self.page_size, {target for _, target in lease.state_copies}
+        saved = {boundary for boundary, slot in lease.saved_states.items() if slot not in unmade}
+        for boundary in [b for b in lease.state_boundaries if b in saved and b <= full]:
             self._attach(lease, boundary, lease.saved_states[boundary], lease.state_boundaries[boundary])
             self._forget(lease, boundary)
         # Also those that no step began at.

@@ -77,7 +77,7 @@ def read_text(path: Path, what: str) -> str:
 
 @contextmanager
 def start_parts(show: Callable[[str], object]) -> Iterator[None]:
-    """Show the part of a start that has begun (engine.StartupReport)."""
+    """Show the part of a start that has begun (startup_report.StartupReport)."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

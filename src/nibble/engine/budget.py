@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nibble.engine.request import Request
+from nibble.engine.request import Request, ScheduledRequest
 
 SLICES = 8
 """Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; of theirs, one is reserved for
@@ -32,3 +32,18 @@ def divide(demand: Sequence[int], urgency: Sequence[Any], room: int, least: int)
         shares[i] += more
         room -= more
     return shares
+
+
+def limit_logprob_rows(split: dict[Request, int], room: int) -> None:
+    """Shorten chunks, the last ones first, so that a step has no more than `room` log-probabilities of prompts.
+
+    Args:
+        split: tokens of each request in the step.
+        room: rows.
+    """
+    scored = [one for one, count in split.items() if count and one.params.prompt_logprobs is not None]
+    for request in scored:
+        rows = ScheduledRequest.next_chunk(request, split[request]).logprob_rows
+        if len(rows) > room:
+            split[request] = rows.start + room - request.num_computed_tokens
+        room -= min(len(rows), room)

@@ -33,7 +33,7 @@ from nibble.engine import certificate_lookup, head_start, parallel_plan
 from nibble.engine.cache_books import cache_manager
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure, tokens_of_start
 from nibble.engine.draft_steps import HeadForward
-from nibble.engine.engine import Engine, StartupReport, check_request
+from nibble.engine.engine import Engine, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.memory_check import explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner, adapters
@@ -46,6 +46,7 @@ from nibble.engine.sampler import Sampler
 from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.speculation_plan import speculation
+from nibble.engine.startup_report import StartupReport
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, eos_ids_of, require_tokenizer, tokenizer_of
 from nibble.engine.warmup import most_rows, warm_up

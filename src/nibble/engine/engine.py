@@ -8,7 +8,6 @@ takes effect one step late.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections import deque
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
-from nibble.engine.certificate import Certificate
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.in_flight import Gains, InFlightStep, by_request, score_prompts, scored
 from nibble.engine.model_runner import ModelRunner
@@ -38,13 +36,12 @@ from nibble.engine.request import (
 from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler, default_reusable
 from nibble.engine.speculative import Speculation
+from nibble.engine.startup_report import StartupReport
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RankError, RequestError
 from nibble.kernels.topk import NO_TOKEN
 from nibble.models.generation_config import SamplingDefaults
-
-log = logging.getLogger("nibble.start")
 
 CLOSED = "the LLM was closed before this answer ended"
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
@@ -80,38 +77,6 @@ def check_request(
 
 
 @dataclass
-class StartupReport:
-    """How a start went."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What its parts took, by name, in order."""
-    notes: list[str] = field(default_factory=list)
-    """What users should know."""
-    meaning: str = ""
-    """What a 4-bit scheme gives here, in a line."""
-    kv_scales: str = ""
-    """Where KV scales come from, in a line."""
-    certificate: Certificate | None = None
-    """What this cache was measured to cost in quality, if it was."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measure the time of a part, and log its begin (DEBUG) and end."""
-        log.debug("begin %s", name, extra={"facts": {"part": name}})
-        start = perf_counter()
-        yield
-        seconds = perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        log.info("start", extra={"facts": {"part": name, "seconds": round(seconds, 2)}})
-
-    @property
-    def summary(self) -> str:
-        """Return `12.3 s: weights 2.0, compile 9.1, ...`."""
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        return f"{sum(self.seconds.values()):.1f} s: {parts}"
-
-
-@dataclass
 class Engine:
     """Serves requests, step by step. Thread-safe: calls wait for the step that is in progress."""
 
@@ -139,7 +104,7 @@ class Engine:
     """Records what happens to the prefix cache, where somebody observes it."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
-    _settled: deque[Gains] = field(default_factory=deque, init=False)
+    _unstored: deque[Gains] = field(default_factory=deque, init=False)
     """What steps brought that the scheduler has not stored: that takes time, in which the next one may be computed."""
     _gains: deque[Gains] = field(default_factory=deque, init=False)
     """What steps brought that is to be counted and told."""
@@ -288,9 +253,10 @@ class Engine:
         """End all requests with an error, after what they gained before."""
         with self._lock:
             with suppress(Exception):  # of those who take answers: all are told an error anyway
-                self._store_settled()
+                self._store_read()
+            with suppress(Exception):
                 self._emit_pending()
-            self._settled.clear()
+            self._unstored.clear()
             self._gains.clear()
             for request in list(self._streams):
                 self._abort(request, error)
@@ -306,7 +272,7 @@ class Engine:
             waits = self._waits()
             batch = self._follow() if waits and self.overlap else self._next(waits)
             is_launched = batch is not None and self._launch(batch)
-            self._store_settled()
+            self._store_read()
             self._emit_pending()
             self._note_launch(batch if is_launched else None, waits)
             # The step before is read only now, while the device computes the new one.
@@ -339,14 +305,15 @@ class Engine:
         these are known, and what was computed is stored once it is launched.
         """
         step = self._in_flight[0]
-        if self._settled or not self.scheduler.can_follow(step.batch):
+        if self._unstored or not self.scheduler.can_follow(step.batch):
             return self._next(waits=True)
-        tasks = self._tasks([item.request for item in step.batch.scheduled])
-        settled = self._settle_oldest()
-        if settled is None:
+        tasks = self._tasks(self.scheduler.running)
+        gains = self._read_oldest()
+        if gains is None:
             return self._next(waits=True)
-        drafts = self._draft([task for task in tasks if task.request not in settled.ended])
-        batch = self.scheduler.follow(step.batch, drafts, settled.ended)
+        ended = gains.ended
+        drafts = self._draft([one for one in tasks if not (one.request.is_finished or one.request in ended)])
+        batch = self.scheduler.follow(step.batch, drafts, ended)
         if batch is None:
             self._collect(max_in_flight=0, later=True)
             batch = self.scheduler.schedule(drafts)
@@ -456,14 +423,14 @@ class Engine:
             max_in_flight: steps that are not waited for.
             later: leave it to _emit_pending() to emit it.
         """
-        self._store_settled()
+        self._store_read()
         while len(self._in_flight) > max_in_flight:
-            self._settle_oldest()
-            self._store_settled()
+            self._read_oldest()
+            self._store_read()
             if not later:
                 self._emit_pending()
 
-    def _settle_oldest(self) -> Gains | None:
+    def _read_oldest(self) -> Gains | None:
         """Read the oldest step in flight, and add what it sampled to its requests; None where it failed."""
         # The step stays in the queue while it is read: after an interrupt it is read again.
         step = self._in_flight[0]
@@ -483,10 +450,10 @@ class Engine:
         self._in_flight.popleft()
         scores = by_request(step.batch, prompt_logprobs) if prompt_logprobs else {}
         self._abort_failed(runs, scores)
-        # After these ends, because settle() passes over finished requests.
-        ended = self.scheduler.settle(step.batch, runs)
-        self._settled.append(Gains(step.batch, runs, num_drafts, logprobs, scores, ended))
-        return self._settled[-1]
+        # After these ends, because add_tokens() passes over finished requests.
+        ended = self.scheduler.add_tokens(step.batch, runs)
+        self._unstored.append(Gains(step.batch, runs, num_drafts, logprobs, scores, ended))
+        return self._unstored[-1]
 
     def _abort_failed(
         self, runs: Mapping[Request, list[int]], prompt_logprobs: Mapping[Request, Sequence[Logprob]]
@@ -502,12 +469,12 @@ class Engine:
             elif request.matcher and request.matcher.error:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
 
-    def _store_settled(self) -> None:
-        """Let the scheduler store what steps have computed that were settled."""
-        while self._settled:
-            gains = self._settled.popleft()
-            self.scheduler.store(gains.batch, gains.runs, gains.ended, gains.prompt_logprobs)
+    def _store_read(self) -> None:
+        """Let the scheduler store what steps have computed that were read."""
+        while self._unstored:
+            gains = self._unstored.popleft()
             self._gains.append(gains)
+            self.scheduler.store(gains.batch, gains.runs, gains.ended, gains.prompt_logprobs)
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""
@@ -573,7 +540,7 @@ class Engine:
     def _fail_batch(self, batch: Batch, error: BaseException) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
         try:
-            self._store_settled()
+            self._store_read()
             self._emit_pending()  # what they gained before
         finally:
             for item in batch.scheduled:

@@ -28,7 +28,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.radix_cache import Key
 from nibble.cache.rank_managers import RankManagers
-from nibble.engine.budget import SLICES, divide, urgency_of
+from nibble.engine.budget import SLICES, divide, limit_logprob_rows, urgency_of
 from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
@@ -200,31 +200,37 @@ class Scheduler:
             item.request.in_flight = item
 
     def can_follow(self, batch: Batch) -> bool:
-        """Return whether the next step may be one behind `batch` with the same requests, whatever that samples."""
-        self._admit()
-        # Pages that are reserved for drafts which did not count stay until commit(); a host tier cannot have them.
-        if len(batch.scheduled) != len(self.running) or self.manager.residency:
+        """Return whether the next step may have the same requests as `batch`, whatever that samples.
+
+        Waiting requests that can run are admitted, and then it cannot.
+        """
+        # Pages that are reserved for drafts which did not count stay until store(); a host tier cannot have them.
+        if self.manager.residency or not all(item.phase.decodes for item in batch.scheduled):
             return False
-        return all(item.phase.decodes and item.request.in_flight is item for item in batch.scheduled)
+        self._admit()
+        return len(batch.scheduled) == len(self.running) and all(
+            item.request.in_flight is item for item in batch.scheduled
+        )
 
     def follow(
         self, batch: Batch, drafts: Mapping[Request, tuple[int, ...]], ended: Collection[Request] = ()
     ) -> Batch | None:
-        """Return the next step of the same requests, behind one that is settled and still to be committed.
+        """Return the next step of the same requests, behind one whose tokens are added and which is not stored.
 
         Args:
-            batch: the only one in flight.
+            batch: the only one in flight, of which can_follow() is true.
             drafts: tokens that may follow those of requests.
             ended: requests that end with it.
 
         Returns:
-            None where pages are short, or all requests end: commit() and schedule() then do what there is to do.
+            None where pages are short, others wait for a place, or all requests end: store() comes first then, and
+            schedule() as ever.
         """
-        room, scheduled = self.token_budget - len(batch.scheduled), list[ScheduledRequest]()
-        for item in batch.scheduled:
-            request = item.request
-            if request in ended or request.state is not State.RUNNING:
-                continue
+        going = [request for request in self.running if request not in ended]
+        if self.waiting and len(going) < len(batch.scheduled):
+            return None
+        room, scheduled = self.token_budget - len(going), list[ScheduledRequest]()
+        for request in going:
             lease, count = request.lease, len(request.token_ids)
             start = count - 1
             if of_request := drafts.get(request, ()):
@@ -244,18 +250,18 @@ class Scheduler:
         tokens: Mapping[Request, int | Sequence[int]],
         prompt_logprobs: Mapping[Request, Sequence[Logprob]] = MappingProxyType({}),
     ) -> list[Request]:
-        """Record that `batch` is computed, and return the requests that end with it: settle() and store().
+        """Record that `batch` is computed, and return the requests that end with it: add_tokens() and store().
 
         Args:
             batch: what was computed; the oldest in flight.
             tokens: sampled tokens by request; of a request with drafts those that were accepted, and one more.
             prompt_logprobs: those of each item's logprob_rows, by request.
         """
-        ended = self.settle(batch, tokens)
+        ended = self.add_tokens(batch, tokens)
         self.store(batch, tokens, ended, prompt_logprobs)
         return list(ended)
 
-    def settle(
+    def add_tokens(
         self, batch: Batch, tokens: Mapping[Request, int | Sequence[int]]
     ) -> Mapping[Request, FinishReason]:
         """Add what `batch` has sampled to its requests' tokens; return those that end with it, and why.
@@ -290,9 +296,9 @@ class Scheduler:
         """Record that what `batch` has computed is in the cache, and finish the requests that end with it.
 
         Args:
-            batch: that is settled; the step behind it may be in flight.
+            batch: whose tokens are added; the step behind it may be in flight.
             tokens: see commit().
-            ended: as settle() returned it.
+            ended: as add_tokens() returned it.
             prompt_logprobs: see commit().
         """
         metrics = self._metrics
@@ -316,7 +322,9 @@ class Scheduler:
                 # The last one is not computed yet.
                 num_rejected = 1 + len(item.drafts) - count if item.drafts else 0
                 self.manager.commit(lease, request.token_ids, item.end - num_rejected)
-                if request.in_flight is None and lease.num_reserved_tokens > lease.num_stored_tokens:
+                # Of drafts; steps that followed this one may have left some.
+                is_last = item.phase.decodes and request.in_flight is None and not lease.hot_frames
+                if is_last and lease.num_reserved_tokens > lease.num_stored_tokens:
                     self.manager.take_back(lease)
             if item.phase.decodes:
                 metrics.decode_tokens += count
@@ -443,23 +451,13 @@ class Scheduler:
         selected = self._select_prompts(prompts, demand, room)
         shares = divide([demand[request] for request in selected], [*selected.values()], room, self._slice)
         split.update((one, share) for one, share in zip(selected, shares, strict=True) if share)
-        self._limit_logprob_rows(split)
+        limit_logprob_rows(split, self.max_logprob_rows)
         return split
 
     def _chunk_end(self, request: Request) -> int:
         """Return where the next chunk of a prompt ends at the latest."""
         stop = self.manager.next_stop(request.lease)
         return request.num_tokens if stop is None else min(request.num_tokens, stop)
-
-    def _limit_logprob_rows(self, split: dict[Request, int]) -> None:
-        """Shorten chunks, the last ones first, so that a step has no more than max_logprob_rows."""
-        room = self.max_logprob_rows
-        scored = [one for one, count in split.items() if count and one.params.prompt_logprobs is not None]
-        for request in scored:
-            rows = ScheduledRequest.next_chunk(request, split[request]).logprob_rows
-            if len(rows) > room:
-                split[request] = rows.start + room - request.num_computed_tokens
-            room -= min(len(rows), room)
 
     @property
     def _slice(self) -> int:

@@ -332,7 +332,8 @@ class Speculation:
         for request in decoding:
             if left <= 0:
                 break
-            length = self._length_at(request, len(request.token_ids))
+            # A step in flight brings a token at least.
+            length = self._length_at(request, len(request.token_ids) + (request.in_flight is not None))
             if length and (length := min(length, left, most, room(request))) > 0:
                 lengths[request] = length
                 left -= length

@@ -39,12 +39,12 @@ from nibble.cache.pool import KVView, PagedPool
 from nibble.config import Config
 from nibble.engine import rehearsal, window_reference
 from nibble.engine.draft_steps import DraftGraphs, HeadForward
-from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.graphs import CudaGraphs, Graphs, live
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.piecewise import PiecewiseSteps
+from nibble.engine.startup_report import StartupReport
 from nibble.engine.state_test import state_test
 from nibble.engine.warmup_steps import (
     DRAFTS,

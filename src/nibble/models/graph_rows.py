@@ -38,7 +38,10 @@ _LAYERS = frozenset(
         "experts_routed_layer",
     )
 )
-_OF_ROWS = _LAYERS | {getattr(torch.ops.nibble, name).default for name in ("route", "topk", "all_reduce")}
+_OF_ROWS = _LAYERS | {
+    getattr(torch.ops.nibble, name).default
+    for name in ("route", "topk", "all_reduce", "quantize_activations")
+}
 """Operators of tensors of rows, which are the last dimension but one."""
 _VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 _RESHAPES = _VIEWS | {aten.expand.default}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from families import tiny_model
 from nibble.kernels import experts, router
 from nibble.kernels.experts.gate import SILU, Gate
+from nibble.kernels.quantized_linear import quantized_linear
+from nibble.kernels.quantized_linear.quantize import quantize
+from nibble.kernels.weight_formats import Activations, WeightFormat
 from nibble.models import graph_rows
 from nibble.models.graph_rows import pick_rows_early
 
@@ -92,6 +96,32 @@ def test_other_numbers_of_tokens_and_rows_run_the_same_code() -> None:
         with torch.no_grad():
             assert torch.allclose(run(x, chosen), plain(x, chosen), atol=1e-5)
     assert len(compiler.counts) == 1
+
+
+@pytest.mark.parametrize("activations", [Activations.GROUP, Activations.TOKEN])
+def test_inputs_in_fp8_are_quantised_for_rows(activations: Activations) -> None:
+    weight = torch.randn(HIDDEN, 256, generator=torch.Generator().manual_seed(3))
+    matrix = quantize(weight, WeightFormat("e4m3", 128), torch.float32)
+    matrix = replace(matrix, activations=activations)
+
+    def quantised(x: Tensor, rows: Tensor) -> Tensor:
+        x = x.cumsum(1)
+        y = quantized_linear(torch.cat([x.relu()] * 16, -1), matrix)
+        return F.linear((x + y)[:, rows], HEAD)[0]
+
+    found, compiler = compiled(quantised, X)
+    assert torch.allclose(found, quantised(X, ROWS), atol=1e-4)
+    graph = compiler.graphs[0]
+    (node,) = (node for node in graph.nodes if "quantize_activations" in str(node.target))
+    codes, scale = node.meta["val"]
+    assert str(codes.shape[1]) == str(scale.shape[1]) == products(graph)[-1]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_operator_of_inputs_in_fp8_is_what_compilers_are_told(groups: int) -> None:
+    x = torch.randn(3, 256, 5, generator=torch.Generator().manual_seed(4)).transpose(1, 2)
+    for some in (x, x.contiguous(), x[0]):
+        torch.library.opcheck(torch.ops.nibble.quantize_activations.default, (some, 256 // groups))
 
 
 def test_experts_are_asked_for_rows() -> None:

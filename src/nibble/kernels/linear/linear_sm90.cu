@@ -288,7 +288,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   } else {
     Share share(output, outputs, bias);
     float sums[SUMS];
-    int block = (output + threadIdx.x / 128 * 64) / SCALED;
+    int block = min(output + threadIdx.x / 128 * 64, outputs - 1) / SCALED;
     Scales scales{x_scale + first * rows, weight_scale + block * all_steps + first, rows};
     if (FP8) wait_for_kernel();  // whose scales of x are read by all, and not by the thread that copies alone
     multiply(sums, stages, barriers, steps, scales);

@@ -56,7 +56,7 @@ class Tile:
 
     def per_processor(self, rows: int) -> int:
         """Return how many blocks a multiprocessor has room for."""
-        most = 2 if self.groups < max(GROUPS) else 1  # as the kernel's bounds have it
+        most = 2 if self.groups < max(GROUPS) else 1  # as the kernel's bounds have it, but those of FP8
         return min(PROCESSOR // (self.shared(rows) + 2 * RESERVED), most)
 
     def fits(self, inputs: int, rows: int) -> bool:

@@ -196,6 +196,7 @@ class Preparation:
         with suppress(Exception), ahead.rehearsal():
             for matrix in blocks:
                 fp8_blocks.compile_few(matrix)
+        with suppress(Exception), ahead.rehearsal():
             for matrix in others:
                 cuda.launch_gated(matrix)
                 gated.gate(matrix.codes.new_empty(1, matrix.shape[0], dtype=matrix.dtype))
@@ -296,7 +297,7 @@ def _quantized_gated_linear(x: Tensor, *facts: Any) -> Tensor:
 def _quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     if not (x.is_cuda and triton_present()):
         codes, scale = naive.quantize_groups(x, group)
-        return codes, scale.movedim(-1, 0).contiguous().movedim(0, -1)
+        return codes.contiguous(), scale.movedim(-1, 0).contiguous().movedim(0, -1)
     from nibble.kernels.quantized_linear import triton as fast
 
     codes_TK, scale_TG = fast.quantize_activations(x.reshape(-1, x.shape[-1]), group)

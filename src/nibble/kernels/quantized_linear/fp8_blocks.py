@@ -34,11 +34,13 @@ OLDEST_CUDA = 12, 9
 
 def serves_key(key: KernelKey, device: torch.device) -> bool:
     """Return whether matrices of a key are multiplied here, with inputs quantised by groups."""
+    format = key.format
     return (
         device.type == "cuda"
         and key.activations is Activations.GROUP
         and key.is_blocked
-        and (key.format.codes, key.format.group) == ("e4m3", GROUP)
+        and (format.codes, format.group) == ("e4m3", GROUP)
+        and not (format.has_zero or format.has_global or format.scales)
         and key.dtype == torch.bfloat16
         and not (key.shape[0] % GROUP or key.shape[1] % INPUTS)
         and _is_able(device)

@@ -49,7 +49,9 @@ def quantize_activations_kernel(
 
 
 def quantize_activations(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes, E4M3 [T, K], and float32 scales [T, G], as the definition does; those of a group lie together.
+    """Return codes, E4M3 [T, K], and float32 scales [T, G], as the definition does; scales of a group lie together.
+
+    A value that is no number is one of the codes alone, where by the definition all of its group are.
 
     Args:
         x_TK: Inputs.
