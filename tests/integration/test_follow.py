@@ -189,3 +189,19 @@ def test_what_ends_is_no_part_of_the_next_step() -> None:
     while engine.step():
         pass
     assert long.output_token_ids == expected(long, 1000)
+
+
+def test_what_is_reserved_for_a_chunk_stays() -> None:
+    """One that is made while another is in flight, and not launched; only of drafts is anything taken back."""
+    engine = Following(random.Random(3), pages=100, chunk=8)
+    request, scheduler = engine.add(prompt(30), 4), engine.scheduler
+    first = scheduler.schedule()
+    assert first
+    scheduler.launch(first)
+    assert scheduler.schedule()
+    scheduler.commit(first, engine.compute(first))
+    assert request.lease.num_stored_tokens == 8 and request.lease.num_reserved_tokens == 16
+    assert len(request.lease.pages) == 4
+    while engine.step():
+        pass
+    assert request.output_token_ids == expected(request, 1000)

@@ -272,3 +272,20 @@ def test_random_steps(seed, windowed):
             for prefix in ([], [0], [1]):
                 books.check_snapshots([*prefix, *TEXT])
     assert hits > 5, "nothing was tested"
+
+
+def test_a_copy_that_no_step_has_made_enters_no_tree() -> None:
+    """A step is reserved before the one in front of it is committed, and then not run."""
+    manager = CacheManager(20, SIZE, states=StateSlots(12, 4))
+    lease = manager.open(TEXT, "")
+    manager.keep_snapshot(lease, SIZE, Place.BRANCH)
+    manager.reserve(lease, SIZE, start=0)
+    manager.reserve(lease, SIZE + 1, start=SIZE)
+    assert lease.state_copies
+    manager.commit(lease, TEXT, SIZE)
+    assert manager.open([*TEXT[:SIZE], 1, 2], "").num_stored_tokens == 0
+    manager.reserve(lease, SIZE + 1, start=SIZE)
+    lease.state_copies = []  # the step makes them
+    manager.commit(lease, TEXT, SIZE + 1)
+    assert manager.open([*TEXT[:SIZE], 1, 2], "").num_stored_tokens == SIZE
+    manager.check_integrity()
