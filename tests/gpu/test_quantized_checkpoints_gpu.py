@@ -1,8 +1,9 @@
-"""Quantised checkpoints of every spelling on a GPU: products and logits by the definition, and beside unpacked weights.
+"""Quantised checkpoints of every spelling on a GPU: products by the definition, logits beside those of unpacked weights.
 
-By the definition products are those of dequantised weights, in float32, rounded to the compute dtype. Weights that were
-unpacked to BF16 are rounded once more, which moves logits of models this small by a hundredth. So these are held
-against logits in float32, which they miss by as much.
+In models this small BF16 itself moves logits by a hundredth, so each product is held against its definition, and logits
+against those in float32, which unpacked weights in BF16 miss by as much. How far logits are off those of unpacked
+weights, and of products by the definition, is printed: rounding alone is up to 0.012 of them, and 0.04 where inputs are
+in FP8, whose codes differ where inputs do in a last bit (one H200, 2026-11-29).
 
 Skipped where there is no GPU or no `humming-kernels`, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
@@ -43,7 +44,7 @@ FP8_ACTIVATIONS = (
     "ct_fp8_tensor_static", "modelopt_fp8",
 )  # fmt: skip
 TOLERANCE = 1e-2
-"""Largest error of a product, and of logits against the definition, norm over norm."""
+"""Largest error of a product, norm over norm."""
 TIMES = 2.0
 """How many times as far as unpacked weights in BF16 logits may be off."""
 LENGTHS = (5, 17)
@@ -107,22 +108,22 @@ def test_logits_are_those_of_unpacked_weights(name: str) -> None:
     assert bool(quantized_layers(model) or packed_matrices(model)) == (name not in UNPACKED)
     by_definition = logits(read(name, Handling.PACKED))
     product, found = max(product_errors(model), default=0.0), logits(model)
-    packed, defined = error(found, exact), error(found, by_definition)
+    packed, others = error(found, exact), (error(found, one) for one in (unpacked, by_definition))
     print(
-        f"{name}: products {product:.1e}; logits {defined:.1e} off the definition, off float32 {packed:.1e} and "
-        f"{error(unpacked, exact):.1e} unpacked"
+        f"{name}: products {product:.1e}; logits off float32 {packed:.1e} and {error(unpacked, exact):.1e} unpacked,",
+        "off unpacked ones {:.1e}, off the definition {:.1e}".format(*others),
     )
-    assert max(product, defined) <= TOLERANCE and packed <= TIMES * error(unpacked, exact)
+    assert product <= TOLERANCE and packed <= TIMES * error(unpacked, exact)
 
 
 @pytest.mark.parametrize("name", FP8_ACTIVATIONS)
 def test_quantised_inputs_are_those_of_the_definition(name: str) -> None:
-    """Logits, too, though an input that differs by a bit may have another code, and so on through the model."""
+    """Product by product: where an input differs by a bit its code may be another, and so on through the model."""
     by_definition, model = logits(read(name, Handling.PACKED, AUTO)), read(name, Handling.PACKED, AUTO)
     assert any(layer.matrix.activations for layer in quantized_layers(model))
     product, defined = max(product_errors(model)), error(logits(model), by_definition)
     print(f"{name}: products {product:.1e}, logits {defined:.1e} off the definition")
-    assert max(product, defined) <= TOLERANCE
+    assert product <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
