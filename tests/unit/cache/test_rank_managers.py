@@ -102,7 +102,7 @@ def test_requests_end_whatever_is_short(seed: int) -> None:
         ranks |= {item.request.lease.rank for item in batch.scheduled}
         if generator.random() < 0.05:
             scheduler.finish(generator.choice(batch.scheduled).request, "abort")
-        scheduler.commit(batch, {item.request.id: generator.randrange(2) for item in batch.scheduled})
+        scheduler.commit(batch, {item.request: generator.randrange(2) for item in batch.scheduled})
         scheduler.check_integrity()
     assert all(request.is_finished for request in requests) and ranks == {0, 1, 2}
     assert manager.stats.in_use == 0 and scheduler.metrics.preemptions > 0
