@@ -54,6 +54,8 @@ class Chain:
     steps: int
     drafts: dict[Request, list[tuple[int, float]]] = field(default_factory=dict)
     """Tokens of each request and their chances, once they were read."""
+    seconds: float = 0.0
+    """What drawing them took, once they were read."""
 
 
 @dataclass(eq=False)
@@ -348,7 +350,7 @@ class DraftHead(DraftBooks):
     @property
     def unread_seconds(self) -> float:
         """Return what drawing took that is verified now; its step has ended."""
-        return self.graphs.stopwatch.seconds if self.graphs and self._chain_unread else 0.0
+        return self._chain_unread.seconds if self._chain_unread else 0.0
 
     def _is_ready(self, track: Track) -> bool:
         """Return whether a request has a new row, its last one, and there is room for its drafts."""
@@ -424,9 +426,9 @@ class DraftHead(DraftBooks):
 
     def _drawn(self, chain: Chain, graphs: DraftGraphs) -> list[list[tuple[int, float]]]:
         """Return the tokens and chances of each request, which have come, and note what a step took."""
-        count = len(chain.tracks)
+        count, chain.seconds = len(chain.tracks), graphs.stopwatch.seconds
         steps = graphs.read(chain.steps, count)
-        self.step_seconds.note(count.bit_length(), graphs.stopwatch.seconds / chain.steps)
+        self.step_seconds.note(count.bit_length(), chain.seconds / chain.steps)
         return [[(tokens[row], chances[row]) for tokens, chances in steps] for row in range(count)]
 
     def _leave_unread(self, chain: Chain) -> None:

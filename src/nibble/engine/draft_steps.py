@@ -195,6 +195,9 @@ class DraftGraphs(Graphs):
         float64."""
         self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         """Tokens and chances of the steps of a chain, on the host."""
+        # The same without the price of operators.
+        self._drawn_tokens = self.drawn[:, 0].numpy()
+        self._drawn_chances = self.drawn[:, 1].view(torch.float64).numpy()
         self.stopwatch = Stopwatch(device)
         self._last_rows = {
             (requests, length): torch.arange(length - 1, requests * length, length, device=device)
@@ -260,18 +263,20 @@ class DraftGraphs(Graphs):
         size = next(
             size for size in reversed(self.verify_sizes) if size[0] >= len(new) and size[1] >= max(counts)
         )
-        (requests, length), packed = size, PackedInts()
+        (requests, length), packed, ids = size, PackedInts(), list[int]()
         padding = [0] * (requests - len(new))
-        ids = (token for one in new for token in (*one.ids[:1] * (length - len(one.ids)), *one.ids))
+        for one in new:
+            ids += one.ids[:1] * (length - len(one.ids))
+            ids += one.ids
         inputs = packed.add(
-            (
+            [
                 *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
                 *[one.start + len(one.ids) for one in new], *padding,
                 *counts, *padding,
                 *ids, *padding * length,
                 *[0] * (requests * length),
                 *[one.slot for one in new], *padding,
-            )
+            ]
         )  # fmt: skip
         with tables.sending():
             tables.send_inputs(packed, inputs, self.verify_inputs, tables.pack_updates(packed))
@@ -295,6 +300,6 @@ class DraftGraphs(Graphs):
 
     def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
         """Return the tokens and chances of each step, which have come."""
-        tokens, chances = self.drawn[:steps, :, :requests].unbind(1)
-        chances = chances.contiguous().view(torch.float64)
-        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+        both = self._drawn_tokens, self._drawn_chances
+        tokens, chances = (drawn[:steps, :requests].tolist() for drawn in both)
+        return list(zip(tokens, chances, strict=True))
