@@ -1,9 +1,10 @@
 """Quantised checkpoints of every spelling on a GPU: products by the definition, logits beside those of unpacked weights.
 
-In models this small BF16 itself moves logits by a hundredth, so each product is held against its definition, and logits
-against those in float32, which unpacked weights in BF16 miss by as much. How far logits are off those of unpacked
-weights, and of products by the definition, is printed: rounding alone is up to 0.012 of them, and 0.04 where inputs are
-in FP8, whose codes differ where inputs do in a last bit (one H200, 2026-11-29).
+In models this small BF16 itself moves logits by a hundredth, so logits of dequantised weights are held against those of
+packed products in a model that is in float32 otherwise. All in BF16, each product is held against its definition, and
+logits against those in float32, which unpacked weights miss by as much. How far they are off unpacked weights, and
+products by the definition, is printed: rounding alone is up to 0.012, and 0.04 where inputs are in FP8, whose codes
+differ where inputs do in a last bit (one H200, 2026-11-29).
 
 Skipped where there is no GPU or no `humming-kernels`, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
@@ -39,6 +40,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "quantized"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 UNPACKED = {"ct_w4a16_actorder", "gptq_asym_actorder", "gptq_sym_actorder"}
 """Inputs out of order."""
+DENSE = [name for name in NAMES if name not in {*UNPACKED, "gptoss_mxfp4"} and not name.endswith("moe")]
 FP8_ACTIVATIONS = (
     "fp8_block", "fp8_block_ue8m0", "ct_fp8_block", "ct_fp8_channel_dynamic", "modelopt_fp8_channel",
     "ct_fp8_tensor_static", "modelopt_fp8",
@@ -114,6 +116,41 @@ def test_logits_are_those_of_unpacked_weights(name: str) -> None:
         "off unpacked ones {:.1e}, off the definition {:.1e}".format(*others),
     )
     assert product <= TOLERANCE and packed <= TIMES * error(unpacked, exact)
+
+
+def float32_around(model: Any) -> Any:
+    """The model with all in float32 but its packed products, whose inputs and outputs have 16 bits."""
+    layers = quantized_layers(model)
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].to(layer.dtype),))
+        layer.register_forward_hook(lambda layer, inputs, y: y.float())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if (
+                module not in layers
+                and buffer is not None
+                and buffer.dtype in (torch.bfloat16, torch.float16)
+            ):
+                module._buffers[name] = buffer.float()
+    return model
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_are_those_of_dequantised_weights(name: str) -> None:
+    """With all else in float32, whose rounding hides nothing; in float16 where kernels take that."""
+    exact, errors = logits(read(name, Handling.UNPACKED, dtype="float32")), list[float]()
+    for dtype in ("float16", "bfloat16"):
+        model = read(name, Handling.PACKED, dtype=dtype)
+        if not quantized_layers(model):
+            continue
+        prepare_linears(model)
+        prepare_quantized(model)
+        check_kernels(model, max(LENGTHS))
+        errors.append(error(logits(float32_around(model)), exact))
+    print(f"{name}: {', '.join(f'{one:.1e}' for one in errors)}")
+    assert errors and min(errors) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", FP8_ACTIVATIONS)
