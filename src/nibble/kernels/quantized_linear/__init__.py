@@ -78,10 +78,7 @@ def quantize_activations(
 ) -> tuple[Tensor, Tensor]:
     """Quantise inputs of a product to FP8, as naive.quantize_activations() does.
 
-    Args:
-        x: [..., K], with whole groups of inputs.
-        activations: How; not NONE.
-        input_scale: float32 [1], for TENSOR, which is left to a compiler: it joins it with what computes x.
+    A scale of the checkpoint's own is left to a compiler, which joins it with what computes the inputs.
     """
     if activations is Activations.TENSOR:
         return naive.quantize_activations(x, activations, input_scale)
