@@ -150,7 +150,8 @@ def test_logits_are_those_of_dequantised_weights(name: str) -> None:
         check_kernels(model, max(LENGTHS))
         errors.append(error(logits(float32_around(model)), exact))
     print(f"{name}: {', '.join(f'{one:.1e}' for one in errors)}")
-    assert errors and min(errors) <= TOLERANCE
+    # In bfloat16 inputs and outputs of products are rounded by up to two thirds of that.
+    assert errors and min(errors) <= TOLERANCE and max(errors) <= 1.5 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", FP8_ACTIVATIONS)

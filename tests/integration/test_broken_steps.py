@@ -12,11 +12,13 @@ import pytest
 
 from divided import tokens
 from nibble import LLM, SamplingParams
+from nibble.cache.manager import CacheManager
 from nibble.cache.state_pool import StatePool
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PageTables
 from nibble.engine.request import Delta
 from nibble.engine.sampler import Sampler
+from nibble.engine.scheduler import Scheduler
 from tiny import QWEN3_NEXT, save_tiny
 
 ANSWER = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
@@ -30,6 +32,7 @@ PLACES = {
     "sampled": (Sampler, "launch"),
     "stored": (ModelRunner, "store_sampled"),
 }
+BOOKS = {"added": (Scheduler, "add_tokens"), "booked": (CacheManager, "commit")}
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +135,28 @@ def test_a_step_that_breaks_off_harms_no_other(
                 assert bool(failed) is not goes_on
             # Also those that go on from what the broken step may have left.
             assert [answer(llm, prompt) for prompt in PROMPTS] == expected[name], (nth, "later ones are hurt")
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("place", BOOKS)
+def test_books_that_break_off_end_their_requests(
+    place: str, overlap: bool, after: bool, models: dict[str, Path],
+    expected: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where nobody knows what was written down of a step, its requests end, and all later ones are served."""
+    owner, method = BOOKS[place]
+    with engine(models["dense"], overlap=overlap) as llm:
+        pieces = list[Delta]()
+        planted, _ = breaking(getattr(owner, method), 4, KeyboardInterrupt, after=after)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, planted)
+            llm.engine.submit(PROMPTS[0], ANSWER, pieces.append)
+            with pytest.raises(KeyboardInterrupt):
+                while llm.engine.busy:
+                    llm.engine.step()
+        while llm.engine.busy:
+            llm.engine.step()
+        assert pieces[-1].error and "KeyboardInterrupt" in pieces[-1].error
+        llm.engine.scheduler.check_integrity()
+        assert [answer(llm, prompt) for prompt in PROMPTS] == expected["dense"]

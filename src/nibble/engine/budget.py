@@ -1,4 +1,4 @@
-"""How a step's tokens are shared among prompts: by urgency, with a share for the first of all."""
+"""How a step's tokens are shared among prompts, by urgency and with a share for the first, and what limits chunks."""
 
 from __future__ import annotations
 

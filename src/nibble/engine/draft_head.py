@@ -349,7 +349,7 @@ class DraftHead(DraftBooks):
 
     @property
     def unread_seconds(self) -> float:
-        """Return what drawing took that is verified now; its step has ended."""
+        """Return what drawing took that is verified now, once read() was called for one of its requests."""
         return self._chain_unread.seconds if self._chain_unread else 0.0
 
     def _is_ready(self, track: Track) -> bool:

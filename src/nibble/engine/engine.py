@@ -229,6 +229,7 @@ class Engine:
     def abort(self, requests: Iterable[Request]) -> None:
         """End `requests`, whatever their state; their pages are free at once."""
         with self._lock:
+            self._store_read()  # what an interrupt has left
             for request in requests:
                 self._abort(request)
 
@@ -449,11 +450,21 @@ class Engine:
             return None
         self._in_flight.popleft()
         scores = by_request(step.batch, prompt_logprobs) if prompt_logprobs else {}
-        self._abort_failed(runs, scores)
-        # After these ends, because add_tokens() passes over finished requests.
-        ended = self.scheduler.add_tokens(step.batch, runs)
-        self._unstored.append(Gains(step.batch, runs, num_drafts, logprobs, scores, ended))
+        with self._whole(step.batch):
+            self._abort_failed(runs, scores)
+            # After these ends, because add_tokens() passes over finished requests.
+            ended = self.scheduler.add_tokens(step.batch, runs)
+            self._unstored.append(Gains(step.batch, runs, num_drafts, logprobs, scores, ended))
         return self._unstored[-1]
+
+    @contextmanager
+    def _whole(self, batch: Batch) -> Iterator[None]:
+        """End the requests of a batch where the body, which changes their books, is interrupted midway."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail_batch(batch, error)
+            raise
 
     def _abort_failed(
         self, runs: Mapping[Request, list[int]], prompt_logprobs: Mapping[Request, Sequence[Logprob]]
@@ -474,7 +485,8 @@ class Engine:
         while self._unstored:
             gains = self._unstored.popleft()
             self._gains.append(gains)
-            self.scheduler.store(gains.batch, gains.runs, gains.ended, gains.prompt_logprobs)
+            with self._whole(gains.batch):
+                self.scheduler.store(gains.batch, gains.runs, gains.ended, gains.prompt_logprobs)
 
     def _emit_pending(self) -> None:
         """Emit what steps have sampled and nobody was told yet."""

@@ -67,7 +67,7 @@ class HeadDrafter(Drafter, Protocol):
 
     @property
     def unread_seconds(self) -> float:
-        """Return what drawing those took that were verified last."""
+        """Return what drawing those took that were verified last, once they were read."""
         ...
 
     def read(self, request: Request, count: int) -> Sequence[int]:

@@ -209,7 +209,7 @@ def scaled_linear(
         [T, N].
 
     Raises:
-        BackendError: There are too many rows, or the driver refuses the tensors or the launch.
+        BackendError: There are too many rows, the tile does not fit, or the driver refuses the tensors or the launch.
     """
     from nibble.kernels.tensor_map import tensor_map
 
@@ -218,8 +218,8 @@ def scaled_linear(
     if not out_TN.numel():
         return out_TN
     tile = tile or tile_of(outputs, inputs // 2, rows, gpu_of(device).processors)
-    if rows > MOST_SCALED_ROWS or dtype != torch.bfloat16:
-        raise BackendError(f"{rows} rows in {dtype} are not multiplied in FP8 on SM90")
+    if rows > MOST_SCALED_ROWS or dtype != torch.bfloat16 or not tile.fits(inputs // 2, rows):
+        raise BackendError(f"{rows} rows of {inputs} inputs in FP8, {dtype}, do not fit into {tile} on SM90")
     of_block = GROUP * tile.groups
     maps = (
         tensor_map(codes_TK.view(torch.uint8), (padded(rows), SCALED)),

@@ -1,8 +1,8 @@
 """FP8 by FP8 with scales of blocks, on SM90: products of plain codes, where the checkpoint asks for FP8 activations.
 
-Up to 64 tokens linear/sm90.py reads the weight at the speed of memory, for more it is torch's scaled product
-(cuBLASLt). Both add up 128 products in tensor cores, and such sums in float32. The library of humming.py takes 1.5
-times as long as torch's for thousands of tokens.
+Up to 64 tokens linear/sm90.py reads the weight once, for more it is torch's scaled product (cuBLASLt). Both add up 128
+products in tensor cores, and such sums in float32. The library of humming.py takes 1.5 times as long as torch's for
+thousands of tokens.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
