@@ -308,12 +308,15 @@ class Engine:
         step = self._in_flight[0]
         if self._unstored or not self.scheduler.can_follow(step.batch):
             return self._next(waits=True)
-        tasks = self._tasks(self.scheduler.running)
+        speculation, tasks = self.speculation, list[DraftTask]()
+        if speculation:
+            tasks = speculation.tasks(self.scheduler.running, self.scheduler.draft_room)
         gains = self._read_oldest()
         if gains is None:
             return self._next(waits=True)
         ended = gains.ended
-        drafts = self._draft([one for one in tasks if not (one.request.is_finished or one.request in ended)])
+        tasks = [one for one in tasks if not (one.request.is_finished or one.request in ended)]
+        drafts = speculation.draft(tasks) if speculation else {}
         batch = self.scheduler.follow(step.batch, drafts, ended)
         if batch is None:
             self._collect(max_in_flight=0, later=True)
@@ -321,16 +324,10 @@ class Engine:
         return batch
 
     def _drafts(self) -> Mapping[Request, tuple[int, ...]]:
-        others = sum(len(step.sampling) for step in self._in_flight)
-        return self._draft(self._tasks(self.scheduler.draftable, others))
-
-    def _tasks(self, requests: Sequence[Request], others: int = 0) -> Sequence[DraftTask]:
         if self.speculation is None:
-            return ()
-        return self.speculation.tasks(requests, self.scheduler.draft_room, others)
-
-    def _draft(self, tasks: Sequence[DraftTask]) -> Mapping[Request, tuple[int, ...]]:
-        return self.speculation.draft(tasks) if self.speculation else {}
+            return {}
+        draftable, others = self.scheduler.draftable, sum(len(step.sampling) for step in self._in_flight)
+        return self.speculation.propose(draftable, self.scheduler.draft_room, others)
 
     def _note_launch(self, batch: Batch | None, waited: bool) -> None:
         """Note when a step was launched, so that it is known what steps with drafts take."""

@@ -179,8 +179,11 @@ class Scheduler:
         """
         if item := request.in_flight:
             return request.last_length - item.start - 3
-        lease, num_left = request.lease, request.last_length - len(request.token_ids)
-        return min(num_left - 1, self.manager.draft_room(lease, lease.num_stored_tokens))
+        return self._room_behind(request, request.lease.num_stored_tokens)
+
+    def _room_behind(self, request: Request, start: int) -> int:
+        """Return the most drafts behind the token at `start`, the last that is known."""
+        return max(min(request.last_length - start - 2, self.manager.draft_room(request.lease, start)), 0)
 
     def reserve_ahead(self, batch: Batch) -> list[Lease]:
         """Reserve pages for what may follow a step with drafts that is in flight, and return the leases.
@@ -231,14 +234,12 @@ class Scheduler:
             return None
         room, scheduled = self.token_budget - len(going), list[ScheduledRequest]()
         for request in going:
-            lease, count = request.lease, len(request.token_ids)
-            start = count - 1
+            start = len(request.token_ids) - 1
             if of_request := drafts.get(request, ()):
-                most = min(room, request.last_length - count - 1, self.manager.draft_room(lease, start))
-                of_request = of_request[: max(most, 0)]
+                of_request = of_request[: min(room, self._room_behind(request, start))]
                 room -= len(of_request)
             try:
-                self.manager.reserve(lease, start + 1 + len(of_request), len(of_request), start=start)
+                self.manager.reserve(request.lease, start + 1 + len(of_request), len(of_request), start=start)
             except OutOfPages:
                 return None
             scheduled.append(ScheduledRequest.next_known(request, of_request))
@@ -555,7 +556,7 @@ class Scheduler:
         """Reserve pages for drafts within the limits of a request; return none of them where pages are short."""
         lease, start = request.lease, request.lease.num_stored_tokens
         # These may have changed since drafts were asked for: its lease for the sake of others, its tokens by a step.
-        drafts = drafts[: max(self.draft_room(request), 0)]
+        drafts = drafts[: self._room_behind(request, start)]
         if not drafts:
             return ()
         try:

@@ -185,8 +185,9 @@ class Preparation:
         self._tests: dict[KernelKey, KernelTest] = {}
         self._count = 0
         by_key = {matrix.key: matrix for matrix in matrices}
-        blocks = [x for key, x in by_key.items() if fp8_blocks.serves_key(key, x.codes.device)]
-        others = [matrix for matrix in by_key.values() if not any(matrix is x for x in blocks)]
+        blocks, others = list[PackedMatrix](), list[PackedMatrix]()
+        for key, matrix in by_key.items():
+            (blocks if fp8_blocks.serves_key(key, matrix.codes.device) else others).append(matrix)
         if others:
             _humming().explained(lambda: _humming().compile_all(others))
         # What goes wrong shows in the test.
