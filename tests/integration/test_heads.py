@@ -57,7 +57,15 @@ from tiny import save_tiny
 from toys import graph_backend
 
 FORMATS = ("raw", "speculators")
-Said = list[tuple[list[int], list[int], Tensor]]
+
+
+class Said(list[tuple[list[int], list[int], Tensor]]):
+    """What a head was told and said: tokens of the request, drafts before, and logits."""
+
+    num_ahead = 0
+    """Recorded steps that the host launched before it knew the tokens."""
+
+
 """Tokens of a request, drafts behind them, and the logits of the next draft."""
 
 
@@ -89,29 +97,44 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @contextmanager
 def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> Iterator[Said]:
     """Notes what heads say; with known answers by prompt, they draft these, and at some places something else."""
-    said: Said = []
+    said = Said()
     before, redraw = DraftHead._draw, DraftHead._redraw
 
-    def note(self: DraftHead, tracks: Any, drafts: Any, logits: Tensor) -> None:
+    def note(self: DraftHead, tokens_of: Any, drafts: Any, logits: Tensor) -> None:
         full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         full[:, slice(None) if self.draft_ids is None else self.draft_ids] = logits.float()
-        for track, tokens, row in zip(tracks, drafts, full, strict=True):
-            said.append((list(track.request.token_ids), list(tokens), row.clone()))
+        for tokens, draft, row in zip(tokens_of, drafts, full, strict=True):
+            said.append((tokens, list(draft), row.clone()))
 
     def draw(self: DraftHead, tracks: Any, logits: Tensor) -> Any:
-        note(self, tracks, [track.tokens for track in tracks], logits)
+        tokens_of = [list(track.request.token_ids) for track in tracks]
+        note(self, tokens_of, [track.tokens for track in tracks], logits)
         if known is None:
             return before(self, tracks, logits)
-        tokens = [_answer(known, track, len(track.tokens)) for track in tracks]
+        tokens = [
+            _answer(known, track.request, of_request, len(track.tokens))
+            for track, of_request in zip(tracks, tokens_of, strict=True)
+        ]
         return tokens, [1.0] * len(tokens)
 
-    def draw_again(self: DraftHead, tracks: Any, step: int, graphs: Any) -> None:
+    def draw_again(self: DraftHead, chain: Any, step: int, graphs: Any) -> None:
         """In recorded steps."""
-        note(self, tracks, graphs.drawn[:step, 0, : len(tracks)].T.tolist(), graphs.logits[: len(tracks)])
-        redraw(self, tracks, step, graphs)
+        requests, count = [track.request for track in chain.tracks], len(chain.tracks)
+        tokens_of = [list(request.token_ids) for request in requests]
+        if chain.is_ahead:  # what only the device knows
+            rows = [self.tables.row(request.lease) for request in requests]  # type: ignore[union-attr]
+            said.num_ahead += 1
+            tokens_of = [[*some, *gained(self, row)] for some, row in zip(tokens_of, rows, strict=True)]
+        note(self, tokens_of, graphs.drawn[chain.half, :step, 0, :count].T.tolist(), graphs.logits[:count])
+        redraw(self, chain, step, graphs)
         if known is not None:
-            tokens = torch.tensor([_answer(known, track, step) for track in tracks])
-            graphs.store_drawn(tokens, torch.ones(len(tracks)))
+            both = zip(requests, tokens_of, strict=True)
+            tokens = torch.tensor([_answer(known, request, some, step) for request, some in both])
+            graphs.store_drawn(tokens, torch.ones(count))
+
+    def gained(self: DraftHead, row: int) -> list[int]:
+        verified = self.tables.verified  # type: ignore[union-attr]
+        return verified.runs_RK[row, : verified.counts_R[row]].tolist()  # type: ignore[union-attr, no-any-return]
 
     DraftHead._draw, DraftHead._redraw = draw, draw_again  # type: ignore[method-assign]
     try:
@@ -120,8 +143,11 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
         DraftHead._draw, DraftHead._redraw = before, redraw  # type: ignore[method-assign]
 
 
-def _answer(known: Mapping[tuple[int, ...], Sequence[int]], track: Any, drafts: int) -> int:
-    answer, place = known[tuple(track.request.prompt_token_ids)], track.request.num_output_tokens + drafts
+def _answer(
+    known: Mapping[tuple[int, ...], Sequence[int]], request: Any, tokens: Sequence[int], drafts: int
+) -> int:
+    answer = known[tuple(request.prompt_token_ids)]
+    place = len(tokens) - len(request.prompt_token_ids) + drafts
     right = place < len(answer) and (place * 7 + len(answer[:place])) % 10 >= 3
     return answer[place] if right else (place * 31) % 256
 

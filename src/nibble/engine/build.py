@@ -275,7 +275,7 @@ def _build(
         )  # fmt: skip
         tier = _tier(engine_plan, pool, scales)
         states = _state_pool(engine_plan, poison)
-    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact, states)
+    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact, states, parts.target)
     engine.ranks = engine.runner.followers = ranks
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)
@@ -508,6 +508,7 @@ def _engine(
     tier: HotBuffers | None,
     exact: ExactCache | None,
     states: StatePool | None,
+    target: Engine | None,
 ) -> Engine:
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
@@ -526,7 +527,8 @@ def _engine(
     )  # fmt: skip
     run = _forward(config, hardware, model)
     if split_head(config.model)[0]:
-        run = HeadForward(model, run, config.max_running + 1)
+        verified = target.runner.tables.verified if target else None
+        run = HeadForward(model, run, config.max_running + 1, verified)
     eos_ids, vocab_size = eos_ids_of(model, tokenizer), engine_plan.model_spec.vocab_size
     tables = make_tables(device=hardware.device)
     runner = ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact, states)

@@ -143,6 +143,7 @@ class DraftBooks:
         counts: Sequence[int],
         logits_SV: Tensor,
         before: Mapping[int, Sequence[int]],
+        counts_S: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draw a token for each row as the model will; return them, and how likely the drafter takes each for.
 
@@ -151,9 +152,10 @@ class DraftBooks:
             counts: tokens of each answer by then, with drafts.
             logits_SV: of the model's tokens; -inf for those that the drafter cannot say.
             before: by row, drafts before it, where there are any.
+            counts_S: the counts on the device, where the host knows too little of them.
         """
         logits_SV = logits_SV.float()
-        tokens_S = self.sampler.launch(logits_SV, requests, counts, before).tokens_S
+        tokens_S = self.sampler.launch(logits_SV, requests, counts, before, counts_S).tokens_S
         return tokens_S, (logits_SV.gather(1, tokens_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).exp()
 
     def draw(self, drafts: Sequence[Draft], logits_SV: Tensor) -> tuple[list[int], list[float]]:

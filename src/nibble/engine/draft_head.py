@@ -12,8 +12,9 @@ of the model, and their slots are written again.
 
 Where steps are recorded, all drafts of a request are computed before the first is read (draft_steps.py), as many as are
 likely to pay. On a GPU they are not even read before they are verified: the step that verifies them takes them from the
-device, and is launched while they are drawn. What needs the value of a token before the next is drawn, a grammar or a
-penalty, goes step by step.
+device, and is launched while they are drawn. And while that step runs the next drafts are launched, before it is known
+which of the last ones count (`propose_ahead`): the books of both steps are then settled one step late. What needs the
+value of a token before the next is drawn, a grammar or a penalty, goes step by step.
 
 A prefix that the model's cache has, and the head's not, would leave a hole. So the scheduler asks how far the head has
 followed a prefix (`reusable`), and the model computes what is beyond again. Mostly both have the same: pools hold the
@@ -26,68 +27,25 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from nibble.cache.lease import Lease
 from nibble.cache.manager import CacheManager
-from nibble.drafts import KEPT_STATES, WAITING_STATES
-from nibble.engine.draft_books import Draft, DraftBooks, chunk, ended
+from nibble.drafts import KEPT_STATES, MAX_DRAFTS, WAITING_STATES
+from nibble.engine.draft_books import DraftBooks, chunk, ended
 from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
+from nibble.engine.draft_tracks import Chain, Track
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PageTables
-from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.request import Batch, Request, ScheduledRequest, is_ahead
 from nibble.engine.sampler import Sampler, needs_output_tokens
 from nibble.kernels.transfer import to_device
 
 NO_LIMIT = 1 << 62
-
-
-@dataclass(eq=False)
-class Chain:
-    """Drafts of some requests that the host has not read."""
-
-    tracks: Sequence[Track]
-    steps: int
-    drafts: dict[Request, list[tuple[int, float]]] = field(default_factory=dict)
-    """Tokens of each request and their chances, once they were read."""
-    seconds: float = 0.0
-    """What drawing them took, once they were read."""
-
-
-@dataclass(eq=False)
-class Track(Draft):
-    """What the head knows of a request: its twin's pages, and which rows have a hidden state and are not computed."""
-
-    slot: int | None = None
-    """Where hidden states wait (WaitingStates)."""
-    end: int = 0
-    """Rows, from the first on, that have had a hidden state."""
-    states: Tensor | None = None
-    """[n, H], of the rows from `start` on, while they are too many to wait."""
-    next_states: Tensor | None = None
-    """[1, H], that the newest draft's row is computed from, where drafts go step by step."""
-    unread: Sequence[int] = ()
-    """Ids that stand for drafts which only the device knows."""
-    is_lost: bool = False
-    """Whether nothing can be drafted: rows are missing, or pages."""
-
-    @property
-    def num_known(self) -> int:
-        """Return the number of rows, from the first on, that are stored or could be computed now."""
-        return min(max(self.start, self.end), len(self.twin.token_ids))
-
-    @property
-    def num_waiting(self) -> int:
-        """Return how many of those are not stored."""
-        return self.num_known - self.start
-
-    def follow(self) -> None:
-        """Add what is new of the request to the twin: its tokens only grow."""
-        self.twin.token_ids += self.request.token_ids[1 + len(self.twin.token_ids) :]
 
 
 class DraftHead(DraftBooks):
@@ -121,7 +79,9 @@ class DraftHead(DraftBooks):
         self._tracks: dict[Request, Track] = {}
         self.tables: PageTables | None = None
         """Of the model, where its steps take drafts from the device before the host has read them."""
-        self._chain_unread: Chain | None = None
+        self._unread: dict[int, Chain] = {}
+        """Chains that the host has not read, by their half."""
+        self._last_read: Chain | None = None
 
     @property
     def graphs(self) -> DraftGraphs | None:
@@ -142,6 +102,9 @@ class DraftHead(DraftBooks):
     def observe(self, batch: Batch, states_TX: Tensor) -> None:
         """Take the hidden states [T, X] of a step, in its order, and compute rows of requests that have many."""
         self._forget(item.request for item in batch.scheduled)
+        if is_ahead(batch.scheduled):
+            self._observe_ahead(batch.scheduled, states_TX)
+            return
         tracks = [self._track(item.request) for item in batch.scheduled]
         try:
             states_TH = self.head.combine(states_TX)
@@ -157,6 +120,46 @@ class DraftHead(DraftBooks):
             self._wait(tracks, batch.scheduled, states_TH)
         most = self.graphs.length(len(tracks)) if self.graphs else 0
         self._store([track for track in tracks if track.num_waiting > (most or KEPT_STATES)])
+
+    def _observe_ahead(self, scheduled: Sequence[ScheduledRequest], states_TX: Tensor) -> None:
+        """Let hidden states of a step wait whose beginnings only the device knows."""
+        assert self.tables
+        rows, places, leases, counts, first = list[int](), list[int](), list[Lease](), list[int](), 0
+        for item in scheduled:
+            track, count = self._tracks.get(item.request), item.num_tokens
+            if track and not track.is_lost and track.slot is not None:
+                rows += range(first, first + count)
+                places += self.waiting.places(track.slot, 0, 1) * count
+                leases += [item.request.lease] * count
+                counts += range(count)
+                track.ahead = item
+            first += count
+        if not rows:
+            return
+        try:
+            device, states_TH = states_TX.device, self.head.combine(states_TX)
+            positions = self.tables.counts_behind(leases, counts) % WAITING_STATES
+            rows_T = to_device(rows, torch.int64, device)
+            self.waiting.store(positions + to_device(places, torch.int64, device), states_TH[rows_T])
+        except BaseException:
+            for item in scheduled:
+                self._lose(self._tracks[item.request])
+            raise
+
+    def _settle(self, track: Track) -> None:
+        """Note what is known by now of a step that was launched before its beginning was known."""
+        item, is_drafted = track.ahead, track.is_drafted
+        track.ahead, track.is_drafted = None, False
+        # A step that was interrupted is made again.
+        if track.is_lost or item is None or item.start >= len(track.request.token_ids):
+            return
+        track.follow()
+        if is_drafted:
+            self._keep(track, item.start)
+        track.end = item.end
+        self.manager.take_back(track.twin.lease)
+        if track.end - track.start > WAITING_STATES:
+            self._lose(track)
 
     def _extend_all(
         self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TH: Tensor
@@ -219,6 +222,7 @@ class DraftHead(DraftBooks):
             namespace = f"{request.namespace}/{request.token_ids[0]}"
             twin.lease = self.manager.open(twin.token_ids, namespace, reusable=len(twin.token_ids))
             self._tracks[request] = track
+        self._settle(track)
         if not track.is_lost and len(request.token_ids) >= self.max_context:
             self._lose(track)
         return track
@@ -273,6 +277,11 @@ class DraftHead(DraftBooks):
             track.states = track.states[upto - track.start :]
         self.manager.commit(track.twin.lease, track.twin.token_ids, upto)
 
+    def _unknown(self, track: Track, tables: PageTables) -> NewRows:
+        """Return the rows that a request gains by the step in flight."""
+        assert track.slot is not None
+        return NewRows(track.twin.lease, track.slot, track.start, [], tables.row(track.request.lease))
+
     def _new(self, track: Track, count: int) -> NewRows:
         """Return the next rows of a request for a recorded step."""
         assert track.slot is not None
@@ -313,7 +322,6 @@ class DraftHead(DraftBooks):
         for track, task in zip(tracks, tasks, strict=True):
             self.begin(track, task)
         ready = [track for track in tracks if self._is_ready(track)]
-        self._chain_unread = None
         try:
             others = self._chain_all(ready, self.graphs) if self.graphs else ready
             # What is left for the first step is no more than KEPT_STATES of each.
@@ -331,26 +339,67 @@ class DraftHead(DraftBooks):
                 track.next_states, track.unread = None, ()
                 self.take_back(track)
 
-    def read(self, request: Request, count: int) -> list[int]:
-        """Return the first drafts of a request that only the device knew; the step that verified them has ended.
+    @torch.inference_mode()
+    def propose_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> list[list[int]] | None:
+        """Draft behind the tokens that the step in flight brings, before the host knows them; None: it cannot.
 
         Args:
-            request: it was proposed for last.
-            count: how many were verified.
+            tasks: of requests of that step.
+            batch: of which hidden states wait, and nothing else.
         """
-        chain, graphs = self._chain_unread, self.graphs
-        assert chain and graphs
+        graphs, tables, items = self.graphs, self.tables, {item.request: item for item in batch.scheduled}
+        tracks = [self._track(task.request) for task in tasks]
+        drafted = [track for track in tracks if not track.is_lost]
+        most = max(item.num_tokens for item in batch.scheduled)
+        if not (graphs and tables and 0 < len(drafted) <= graphs.most) or most > graphs.length(len(drafted)):
+            return None
+        if not all(track.waits_for(items[track.request]) for track in drafted):
+            return None
+        for track, task in zip(tracks, tasks, strict=True):
+            self.begin(track, task)
+        # The drafts of that step may not have been read.
+        in_use = {
+            tables.half_of(item.drafts[0]) for item in batch.scheduled if min(item.drafts, default=0) < 0
+        }
+        chain = Chain(drafted, self._steps(drafted), half=int(0 in in_use), is_ahead=True)
+        try:
+            ends = [items[track.request].end for track in drafted]
+            if not all(
+                end + chain.steps < self.max_context and self.reserve(track, end + chain.steps - 1)
+                for track, end in zip(drafted, ends, strict=True)
+            ):
+                return None
+            self._launch_chain(chain, graphs, [self._unknown(track, tables) for track in drafted], most)
+            self._leave_unread(chain)
+            for track in drafted:
+                track.is_drafted = True
+            return [list(track.unread) for track in tracks]
+        finally:
+            # What is reserved is given back once it is known which rows count.
+            for track in tracks:
+                track.unread, track.task = (), None
+
+    def read(self, request: Request, drafts: Sequence[int]) -> list[int]:
+        """Return the values of drafts that only the device knew; the step that verified them has ended.
+
+        Args:
+            request: that they are of.
+            drafts: the ids that stand for them, the first ones of what was proposed.
+        """
+        graphs, tables = self.graphs, self.tables
+        assert graphs and tables
+        chain = self._last_read = self._unread[tables.half_of(drafts[0])]
         if not chain.drafts:
             requests = (track.request for track in chain.tracks)
             chain.drafts = dict(zip(requests, self._drawn(chain, graphs), strict=True))
-        drafts = chain.drafts[request][:count]
-        self.note_verified(self._tracks[request], drafts)
-        return [token for token, _ in drafts]
+        drawn = chain.drafts[request][: len(drafts)]
+        self.note_verified(self._tracks[request], drawn)
+        return [token for token, _ in drawn]
 
     @property
     def unread_seconds(self) -> float:
         """Return what drawing took that is verified now, once read() was called for one of its requests."""
-        return self._chain_unread.seconds if self._chain_unread else 0.0
+        return self._last_read.seconds if self._last_read else 0.0
 
     def _is_ready(self, track: Track) -> bool:
         """Return whether a request has a new row, its last one, and there is room for its drafts."""
@@ -365,42 +414,60 @@ class DraftHead(DraftBooks):
         others = [track for track in tracks if needs_output_tokens(track.request.params)]
         chained = [track for track in tracks if not needs_output_tokens(track.request.params)]
         # The next chain is drawn into the same memory.
-        unread = self.tables.drafts_KR if self.tables and len(chained) <= graphs.most else None
+        is_unread = self.tables is not None and len(chained) <= graphs.most
         for first in range(0, len(chained), graphs.most):
-            others += self._chain(chained[first : first + graphs.most], graphs, unread)
+            others += self._chain(chained[first : first + graphs.most], graphs, is_unread=is_unread)
         return others
 
-    def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs, unread_KR: Tensor | None) -> list[Track]:
+    def _chain(self, tracks: Sequence[Track], graphs: DraftGraphs, *, is_unread: bool) -> list[Track]:
         """Draft for some requests; return those that there is no room for.
 
         Args:
             tracks: of the requests.
             graphs: the recorded steps.
-            unread_KR: where the step that verifies them reads the drafts; None: the host does, at the end.
+            is_unread: the step that verifies them reads the drafts before the host does.
         """
-        # What one more token brings is the same for all: the number follows from the most that any may have.
-        longest = max(tracks, key=lambda track: track.task.limit if track.task else 0)
-        most, steps = graphs.length(len(tracks)), self.planned(longest, len(tracks))
+        most, steps = graphs.length(len(tracks)), self._steps(tracks)
         self._store([track for track in tracks if track.num_waiting > most])
         chained = [track for track in tracks if self._has_room(track, steps)]
         if chained:
-            graphs.stopwatch.start()
-            for step in range(steps):
-                if step:
-                    graphs.replay_next(len(chained))
-                else:
-                    new = [self._new(track, track.num_waiting) for track in chained]
-                    graphs.replay_first(self.runner.tables, new)
-                self._redraw(chained, step, graphs)
-                graphs.keep(step, None if unread_KR is None else unread_KR[step])
-            graphs.stopwatch.stop()
+            chain = Chain(chained, steps)
+            self._launch_chain(chain, graphs, [self._new(track, track.num_waiting) for track in chained])
             for track in chained:
                 self._keep(track, len(track.twin.token_ids))
-            if unread_KR is None:
-                self._read(Chain(chained, steps), graphs)
+            if is_unread:
+                self._leave_unread(chain)
             else:
-                self._leave_unread(Chain(chained, steps))
+                self._read(chain, graphs)
         return [track for track in tracks if track not in chained and not track.is_lost]
+
+    def _steps(self, tracks: Sequence[Track]) -> int:
+        """Return the steps of a chain: what one more token brings is the same for all."""
+        # So the number follows from the most that any may have.
+        longest = max(tracks, key=lambda track: track.task.limit if track.task else 0)
+        return self.planned(longest, len(tracks))
+
+    def _launch_chain(
+        self, chain: Chain, graphs: DraftGraphs, new: Sequence[NewRows], most: int | None = None
+    ) -> None:
+        """Launch all steps of a chain.
+
+        Args:
+            chain: which one.
+            graphs: the recorded steps.
+            new: rows of its first step.
+            most: the most that a request may have of these, where the host does not know them.
+        """
+        drafts_KR, first = self.tables.drafts_KR if self.tables else None, chain.half * MAX_DRAFTS
+        graphs.stopwatches[chain.half].start()
+        for step in range(chain.steps):
+            if step:
+                graphs.replay_next(len(chain.tracks))
+            else:
+                graphs.replay_first(self.runner.tables, new, most)
+            self._redraw(chain, step, graphs)
+            graphs.keep(chain.half, step, None if drafts_KR is None else drafts_KR[first + step])
+        graphs.stopwatches[chain.half].stop()
 
     def _has_room(self, track: Track, steps: int) -> bool:
         """Reserve pages for a chain of so many steps, of which all requests have as many."""
@@ -408,13 +475,17 @@ class DraftHead(DraftBooks):
             return False
         return self.reserve(track, len(track.twin.token_ids) + steps - 1)
 
-    def _redraw(self, tracks: Sequence[Track], step: int, graphs: DraftGraphs) -> None:
+    def _redraw(self, chain: Chain, step: int, graphs: DraftGraphs) -> None:
         """Draw the tokens of a recorded step anew where any request's are not the likeliest ones."""
-        requests = [track.request for track in tracks]
+        requests = [track.request for track in chain.tracks]
         if any(one.params.temperature or one.params.logit_bias or one.params.min_tokens for one in requests):
-            counts = [request.num_output_tokens + step for request in requests]
-            logits_SV = self._of_model(graphs.logits[: len(tracks)])
-            graphs.store_drawn(*self.launch(requests, counts, logits_SV, {}))
+            counts, counts_S = [request.num_output_tokens + step for request in requests], None
+            if chain.is_ahead and self.tables:
+                leases = [request.lease for request in requests]
+                behind = [1 + step - len(request.prompt_token_ids) for request in requests]
+                counts_S = self.tables.counts_behind(leases, behind)
+            logits_SV = self._of_model(graphs.logits[: len(requests)])
+            graphs.store_drawn(*self.launch(requests, counts, logits_SV, {}, counts_S))
 
     def _read(self, chain: Chain, graphs: DraftGraphs) -> None:
         """Wait for the drafts of a chain, and note them."""
@@ -426,19 +497,19 @@ class DraftHead(DraftBooks):
 
     def _drawn(self, chain: Chain, graphs: DraftGraphs) -> list[list[tuple[int, float]]]:
         """Return the tokens and chances of each request, which have come, and note what a step took."""
-        count, chain.seconds = len(chain.tracks), graphs.stopwatch.seconds
-        steps = graphs.read(chain.steps, count)
+        count, chain.seconds = len(chain.tracks), graphs.stopwatches[chain.half].seconds
+        steps = graphs.read(chain.half, chain.steps, count)
         self.step_seconds.note(count.bit_length(), chain.seconds / chain.steps)
         return [[(tokens[row], chances[row]) for tokens, chances in steps] for row in range(count)]
 
     def _leave_unread(self, chain: Chain) -> None:
         """Name the drafts of a chain by ids that stand for them."""
         assert self.tables
-        self._chain_unread = chain
+        self._unread[chain.half] = chain
         for column, track in enumerate(chain.tracks):
             assert track.task
-            count = min(chain.steps, track.task.limit)
-            track.unread = [self.tables.unread(place, column) for place in range(count)]
+            first, count = chain.half * MAX_DRAFTS, min(chain.steps, track.task.limit)
+            track.unread = [self.tables.unread(first + place, column) for place in range(count)]
 
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""

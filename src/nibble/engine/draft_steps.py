@@ -10,6 +10,10 @@ that verifies them:
 A recorded first step is one that verifies drafts (ModelRunner): as many rows for each request, of which the new ones
 are the last. Those that follow are decode steps.
 
+A chain may be launched before the host has read which of the last drafts count: how many rows are new, and their
+tokens, the first step then takes from what the step that verifies those leaves on the device. So there are two chains
+at a time that the host has not read, and each has a half of what they are drawn into.
+
 Shape suffixes: T tokens of a step, B requests, L rows of each, S rows that are sampled, H hidden size, V vocabulary,
 N hidden states that can wait.
 """
@@ -33,6 +37,7 @@ from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.kernels import topk
+from nibble.kernels.step_inputs import Verified
 from nibble.kernels.transfer import to_device
 from nibble.models.forward import Forward, plain
 from nibble.models.head_model import draft_ids
@@ -65,9 +70,11 @@ class WaitingStates:
         first = slot * WAITING_STATES
         return [first + position % WAITING_STATES for position in range(start, stop)]
 
-    def store(self, places: Sequence[int], states_TH: Tensor) -> None:
+    def store(self, places: Sequence[int] | Tensor, states_TH: Tensor) -> None:
         """Keep hidden states at these places."""
-        self.states_NH.index_copy_(0, to_device(places, torch.int64, states_TH.device), states_TH)
+        if not isinstance(places, Tensor):
+            places = to_device(places, torch.int64, states_TH.device)
+        self.states_NH.index_copy_(0, places, states_TH)
 
     def load(self, slot: int, start: int, stop: int) -> Tensor:
         """Return a copy of those of one request."""
@@ -87,10 +94,13 @@ class HeadForward:
         head: as a model.
         run: how it is run; None: as it is written.
         requests: that it may draft for at a time.
+        verified: what the model's last step with drafts brought, where it notes that.
     """
 
-    def __init__(self, head: Any, run: Forward | None, requests: int) -> None:
-        self.head, self._run = head, run or plain(head)
+    def __init__(
+        self, head: Any, run: Forward | None, requests: int, verified: Verified | None = None
+    ) -> None:
+        self.head, self._run, self.verified = head, run or plain(head), verified
         self.waiting = WaitingStates(requests, head)
         self.draft_ids = draft_ids(head, head.config.vocab_size)
         self.graphs: DraftGraphs | None = None
@@ -130,6 +140,9 @@ class NewRows:
     """Of its hidden states that wait."""
     start: int
     ids: list[int]
+    """Empty where the host does not know yet which they are, and how many."""
+    link: int = 0
+    """Then, the request's row of the model's page tables."""
 
 
 class Stopwatch:
@@ -193,20 +206,28 @@ class DraftGraphs(Graphs):
         self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
         """Of the step that follows: rows of the page tables, positions, token ids, and the chances of these, as bits of
         float64."""
-        self.drawn = torch.zeros(MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        """Tokens and chances of the steps of a chain, on the host."""
+        self.drawn = torch.zeros(2, MAX_DRAFTS, 2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """Tokens and chances of the steps of two chains, on the host."""
         # The same without the price of operators.
-        self._drawn_tokens = self.drawn[:, 0].numpy()
-        self._drawn_chances = self.drawn[:, 1].view(torch.float64).numpy()
-        self.stopwatch = Stopwatch(device)
+        self._drawn_tokens = self.drawn[:, :, 0].numpy()
+        self._drawn_chances = self.drawn[:, :, 1].view(torch.float64).numpy()
+        self.stopwatches = Stopwatch(device), Stopwatch(device)
         self._last_rows = {
             (requests, length): torch.arange(length - 1, requests * length, length, device=device)
             for requests, length in verify_sizes
         }
 
     def num_inputs(self, size: tuple[int, int]) -> int:
-        """Return the inputs of a first step: as VerifyInputs has them, and slots of waiting states."""
+        """Return the inputs of a first step: as VerifyInputs has them, slots of waiting states, and links."""
+        return super().num_inputs(size) + 2 * size[0]
+
+    def links_at(self, size: tuple[int, int]) -> int:
+        """Return where it lies in the inputs which row of the page tables each request has in the model's."""
         return super().num_inputs(size) + size[0]
+
+    def copy_inputs(self, size: tuple[int, int], verified: Verified | None) -> Tensor:
+        """Copy the inputs of a first step to the device; what the model's step brought, the head's own does not say."""
+        return super().copy_inputs(size, self._forward.verified)
 
     def length(self, requests: int) -> int:
         """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
@@ -238,8 +259,10 @@ class DraftGraphs(Graphs):
     @torch.inference_mode()
     def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:
         """Compute the first step of a chain, from buffer to buffer; graphs record this."""
-        sent, first = self.verify_inputs.on_device, super().num_inputs(size)
-        inputs, slots_B = VerifyInputs.of(sent, *size), sent[first : first + size[0]]
+        first, has_links = super().num_inputs(size), self._forward.verified is not None
+        # Where the step finds them once it has copied them.
+        there = self.settled if has_links else self.verify_inputs.on_device[self.verify_inputs.HEADER :]
+        inputs, slots_B = VerifyInputs.of(there, *size), there[first : first + size[0]]
         self._forward.input_states = partial(self._forward.waiting.at, slots_B)
         runner._verify(size, self)
         self.inputs[0, : size[0]].copy_(inputs.rows_B)
@@ -257,38 +280,47 @@ class DraftGraphs(Graphs):
         positions_B = self.inputs[1, :rows]
         positions_B += positions_B >= 0
 
-    def replay_first(self, tables: PageTables, new: Sequence[NewRows]) -> None:
-        """Compute the first step of a chain."""
-        counts = [len(one.ids) for one in new]
+    def replay_first(self, tables: PageTables, new: Sequence[NewRows], most: int | None = None) -> None:
+        """Compute the first step of a chain.
+
+        Args:
+            tables: of the head.
+            new: rows of requests.
+            most: the most that any has, where the host does not know them yet.
+        """
+        longest = max([len(one.ids) for one in new]) if most is None else most
         size = next(
-            size for size in reversed(self.verify_sizes) if size[0] >= len(new) and size[1] >= max(counts)
+            size for size in reversed(self.verify_sizes) if size[0] >= len(new) and size[1] >= longest
         )
         (requests, length), packed, ids = size, PackedInts(), list[int]()
         padding = [0] * (requests - len(new))
         for one in new:
-            ids += one.ids[:1] * (length - len(one.ids))
+            ids += (one.ids[:1] or [0]) * (length - len(one.ids))
             ids += one.ids
+        known = most is None
         inputs = packed.add(
             [
                 *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
-                *[one.start + len(one.ids) for one in new], *padding,
-                *counts, *padding,
+                *[one.start + len(one.ids) if known else -1 for one in new], *padding,
+                *[len(one.ids) if known else -1 for one in new], *padding,
                 *ids, *padding * length,
                 *[0] * (requests * length),
                 *[one.slot for one in new], *padding,
+                *[one.link for one in new], *padding,
             ]
         )  # fmt: skip
         with tables.sending():
-            tables.send_inputs(packed, inputs, self.verify_inputs, tables.pack_updates(packed))
+            updates = tables.pack_updates(packed)
+            tables.send_inputs(packed, inputs, self.verify_inputs, updates, ahead=not known)
         self.replay(size)
 
     def replay_next(self, requests: int) -> None:
         """Compute the step that follows for so many requests."""
         self.replay(next(size for size in self.sizes if size >= requests))
 
-    def keep(self, step: int, drafts_R: Tensor | None = None) -> None:
+    def keep(self, half: int, step: int, drafts_R: Tensor | None = None) -> None:
         """Let the host have what a step of a chain has drawn, and the step that verifies it, by drafts_R."""
-        self.drawn[step].copy_(self.inputs[2:], non_blocking=True)
+        self.drawn[half, step].copy_(self.inputs[2:], non_blocking=True)
         if drafts_R is not None:
             count = min(len(drafts_R), self.inputs.shape[1])
             drafts_R[:count].copy_(self.inputs[2, :count])
@@ -298,8 +330,8 @@ class DraftGraphs(Graphs):
         if self.inputs.is_cuda:
             torch.cuda.current_stream(self.inputs.device).synchronize()
 
-    def read(self, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
-        """Return the tokens and chances of each step, which have come."""
-        both = self._drawn_tokens, self._drawn_chances
+    def read(self, half: int, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens and chances of each step of a chain, which have come."""
+        both = self._drawn_tokens[half], self._drawn_chances[half]
         tokens, chances = (drawn[:steps, :requests].tolist() for drawn in both)
         return list(zip(tokens, chances, strict=True))

@@ -14,14 +14,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
-
-from torch import Tensor
 
 from nibble.cache.events import CacheEvents, Sink
 from nibble.config import SamplingParams
 from nibble.engine.drafters.base import DraftTask
-from nibble.engine.in_flight import Gains, InFlightStep, by_request, score_prompts, scored
+from nibble.engine.following import (
+    can_follow,
+    can_run_ahead,
+    follow,
+    follow_unread,
+    reserve_ahead,
+    room_ahead,
+)
+from nibble.engine.in_flight import Gains, InFlightStep, by_request, sample, score_prompts, scored
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.ranks import Ranks
 from nibble.engine.request import (
@@ -30,10 +37,9 @@ from nibble.engine.request import (
     OnOutput,
     OutputStream,
     Request,
-    ScheduledRequest,
     truncated,
 )
-from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
+from nibble.engine.sampler import Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler, default_reusable
 from nibble.engine.speculative import Speculation
 from nibble.engine.startup_report import StartupReport
@@ -272,10 +278,11 @@ class Engine:
         with self._lock:
             waits = self._waits()
             batch = self._follow() if waits and self.overlap else self._next(waits)
+            waited = waits and not self._in_flight
             is_launched = batch is not None and self._launch(batch)
             self._store_read()
             self._emit_pending()
-            self._note_launch(batch if is_launched else None, waits)
+            self._note_launch(batch if is_launched else None, waited)
             # The step before is read only now, while the device computes the new one.
             self._collect(max_in_flight=1 if is_launched else 0)
             # Nobody calls step() again once no request is open, so the last step is read here.
@@ -300,28 +307,44 @@ class Engine:
         return self.scheduler.schedule(self._drafts())
 
     def _follow(self) -> Batch | None:
-        """Return the batch of the step behind one that must be read first.
+        """Return the batch of the step behind one whose tokens the host needs, or the device.
 
-        The device waits for it. Where it has the same requests, what does not depend on their tokens is done before
-        these are known, and what was computed is stored once it is launched.
+        Where the host needs them, the device waits for it. Where the batch has the same requests, what does not depend
+        on their tokens is done before these are known, and what was computed is stored once it is launched.
         """
         step = self._in_flight[0]
-        if self._unstored or not self.scheduler.can_follow(step.batch):
+        if self._unstored or not can_follow(self.scheduler, step.batch):
             return self._next(waits=True)
         speculation, tasks = self.speculation, list[DraftTask]()
         if speculation:
-            tasks = speculation.tasks(self.scheduler.running, self.scheduler.draft_room)
+            is_ahead = speculation.head is not None and can_run_ahead(self.runner, step.batch)
+            room = partial(room_ahead, self.scheduler) if is_ahead else self.scheduler.draft_room
+            tasks = speculation.tasks(self.scheduler.running, room)
+            if is_ahead and (batch := self._follow_unread(step.batch, tasks)):
+                return batch
         gains = self._read_oldest()
         if gains is None:
             return self._next(waits=True)
         ended = gains.ended
         tasks = [one for one in tasks if not (one.request.is_finished or one.request in ended)]
         drafts = speculation.draft(tasks) if speculation else {}
-        batch = self.scheduler.follow(step.batch, drafts, ended)
-        if batch is None:
+        next_batch = follow(self.scheduler, step.batch, drafts, ended)
+        if next_batch is None:
             self._collect(max_in_flight=0, later=True)
-            batch = self.scheduler.schedule(drafts)
-        return batch
+            next_batch = self.scheduler.schedule(drafts)
+        return next_batch
+
+    def _follow_unread(self, before: Batch, tasks: Sequence[DraftTask]) -> Batch | None:
+        """Return the batch of a step that is launched before the one in flight is read; None where it cannot be."""
+        lengths, graphs = {task.request: task.limit for task in tasks}, self.runner.graphs
+        if not (self.speculation and lengths and graphs):
+            return None
+        if graphs.verify_size(len(before.scheduled), 1 + max(lengths.values())) is None:
+            return None
+        if not reserve_ahead(self.scheduler, before, lengths):
+            return None
+        drafts = self.speculation.draft_ahead(tasks, before)
+        return follow_unread(self.scheduler, before, drafts) if drafts else None
 
     def _drafts(self) -> Mapping[Request, tuple[int, ...]]:
         if self.speculation is None:
@@ -369,7 +392,7 @@ class Engine:
         can_repeat = not self.runner.states
         try:
             logits = self.runner.forward(batch)
-            sampled = self._sample(logits[:rows], sampling) if sampling else None
+            sampled = sample(self.sampler, logits[:rows], sampling, self.runner.tables) if sampling else None
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = score_prompts(batch, prompt_logits, fixed_shapes=fixed)
@@ -399,20 +422,6 @@ class Engine:
             if isinstance(error, RankError):
                 self.fail(f"{type(error).__name__}: {error}")
         return error
-
-    def _sample(self, logits_SV: Tensor, sampling: Sequence[ScheduledRequest]) -> SampledTokens:
-        """Sample tokens of items: of each one, and one more after each of its drafts."""
-        requests, num_output_tokens, drafts = list[Request](), list[int](), dict[int, tuple[int, ...]]()
-        for item in sampling:
-            request, count = item.request, 1 + len(item.drafts)
-            if count > 1 and needs_output_tokens(request.params):
-                first = len(requests)
-                drafts |= {first + place: item.drafts[:place] for place in range(1, count)}
-            requests += [request] * count
-            # From positions: the host's own count lacks the tokens that are in flight.
-            end = item.end + 1 - len(request.prompt_token_ids)
-            num_output_tokens += range(end - count, end)
-        return self.sampler.launch(logits_SV, tuple(requests), num_output_tokens, drafts)
 
     def _collect(self, max_in_flight: int, *, later: bool = False) -> None:
         """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled.

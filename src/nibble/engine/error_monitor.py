@@ -326,6 +326,11 @@ class ErrorMonitor:
         # A generator of its own: the same seed draws the same requests, whatever else uses random numbers.
         self._random = random.Random(self.seed)
 
+    @property
+    def is_sampling(self) -> bool:
+        """Return whether a request is being looked at."""
+        return self._sample is not None
+
     def probe(self, scheduled: Sequence[ScheduledRequest]) -> Probe | None:
         """Return the observer of a step, if it computes tokens of a sample. Call it before every step."""
         self._collect()

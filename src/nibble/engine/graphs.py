@@ -16,6 +16,7 @@ from torch import Tensor
 from nibble.attention.planner.plan import MIN_ROWS
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
+from nibble.kernels.step_inputs import Verified, settle_inputs
 from nibble.kernels.transfer import HostInputs
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
@@ -56,8 +57,11 @@ class Graphs:
         max_rows = max(max_decodes, *(requests * rows for requests, rows in verify_sizes), 0)
         self.inputs = torch.zeros(3 * max_decodes, dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
-        self.verify_inputs = HostInputs(max(map(self.num_inputs, verify_sizes), default=0), device)
+        most_inputs = max(map(self.num_inputs, verify_sizes), default=0)
+        self.verify_inputs = HostInputs(most_inputs, device)
         """Of a step with drafts, as VerifyInputs has them."""
+        self.settled = torch.zeros(most_inputs, dtype=torch.int64, device=device)
+        """The same with what the host did not know, where a step may be launched before the last is read."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         """0, 1, 2, ...: where requests of one token begin."""
         self.cu_seqlens_of = {
@@ -101,10 +105,27 @@ class Graphs:
         """Return the inputs of a step with drafts."""
         return VerifyInputs.length(*size)
 
-    def copy_inputs(self, size: tuple[int, int]) -> VerifyInputs:
-        """Copy the inputs of a step with drafts to the device, and return them there; steps record this."""
-        self.verify_inputs.copy(self.num_inputs(size))
-        return VerifyInputs.of(self.verify_inputs.on_device, *size)
+    def copy_inputs(self, size: tuple[int, int], verified: Verified | None) -> Tensor:
+        """Copy the inputs of a step with drafts to the device, and return them there; steps record this.
+
+        Args:
+            size: requests and rows of each.
+            verified: what the step before brought, where that may be something that the host does not know.
+        """
+        count, inputs = self.num_inputs(size), self.verify_inputs
+        copied = inputs.copy(count)
+        if verified is None:
+            return copied
+        total = inputs.HEADER + count
+        settled = self.settled[:count]
+        settle_inputs(
+            inputs.on_device[:total], inputs.ahead[:total], settled, size, self.links_at(size), verified
+        )
+        return settled
+
+    def links_at(self, size: tuple[int, int]) -> int:
+        """Return where it lies in the inputs which row of the page tables each request has in the model's."""
+        return 0
 
     def logit_rows(self, size: tuple[int, int], inputs: VerifyInputs) -> Tensor:
         """Return the rows of a step with drafts whose logits are computed."""

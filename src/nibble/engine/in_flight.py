@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest
-from nibble.engine.sampler import RowLogprobs, SampledTokens, unscored
+from nibble.engine.page_tables import PageTables
+from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, is_ahead
+from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens, unscored
 from nibble.engine.speculative import accepted_run
 from nibble.kernels.transfer import to_device
 
@@ -39,7 +40,7 @@ class InFlightStep:
     ) -> tuple[dict[Request, list[int]], dict[Request, int]]:
         """Return the tokens that each request gained, and how many drafts could have been among them.
 
-        NO_TOKEN stands for one whose logits are not numbers.
+        NO_TOKEN stands for one whose logits are not numbers. A request that has ended meanwhile gains none.
 
         Args:
             drafts_of: returns the drafts of a step that has ended; None: those that it was scheduled with.
@@ -48,11 +49,11 @@ class InFlightStep:
         runs, num_drafts = dict[Request, list[int]](), dict[Request, int]()
         for item in self.sampling:
             end = first + 1 + len(item.drafts)
-            drafts = drafts_of(item) if drafts_of else item.drafts
-            runs[item.request], num_drafts[item.request] = (
-                accepted_run(drafts, tokens[first:end]),
-                len(drafts),
-            )
+            runs[item.request], num_drafts[item.request] = [], 0
+            if not item.request.is_finished:
+                drafts = drafts_of(item) if drafts_of else item.drafts
+                runs[item.request] = accepted_run(drafts, tokens[first:end])
+                num_drafts[item.request] = len(drafts)
             first = end
         return runs, num_drafts
 
@@ -86,6 +87,28 @@ def scored(run: Sequence[int], logprobs: Sequence[Logprob | None] | None) -> lis
     if logprobs is None:
         return [*map(unscored, run)]
     return [score for _, score in zip(run, logprobs, strict=False) if score]
+
+
+def sample(
+    sampler: Sampler, logits_SV: Tensor, sampling: Sequence[ScheduledRequest], tables: PageTables
+) -> SampledTokens:
+    """Start to sample tokens of items: of each one, and one more after each of its drafts."""
+    requests, num_output_tokens, drafts = list[Request](), list[int](), dict[int, tuple[int, ...]]()
+    behind = list[int]()
+    for item in sampling:
+        request, count = item.request, 1 + len(item.drafts)
+        if count > 1 and needs_output_tokens(request.params):
+            first = len(requests)
+            drafts |= {first + place: item.drafts[:place] for place in range(1, count)}
+        requests += [request] * count
+        # From positions: the host's own count lacks the tokens that are in flight.
+        end = item.end + 1 - len(request.prompt_token_ids)
+        num_output_tokens += range(end - count, end)
+        behind += range(end - count - item.start, end - item.start)
+    counts_S = None
+    if is_ahead(sampling):
+        counts_S = tables.counts_behind((request.lease for request in requests), behind)
+    return sampler.launch(logits_SV, tuple(requests), num_output_tokens, drafts, counts_S)
 
 
 def score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:

@@ -42,11 +42,12 @@ from nibble.engine.graphs import Graphs, parts_of, rows_of
 from nibble.engine.page_tables import PackedInts, PageTables, SentUpdates
 from nibble.engine.parallel_steps import numbers_by_rank, recorded_numbers_by_rank
 from nibble.engine.piecewise import PiecewiseSteps
-from nibble.engine.request import Batch, ScheduledRequest
+from nibble.engine.request import Batch, ScheduledRequest, is_ahead
 from nibble.engine.step_numbers import Followers, StepNumbers
 from nibble.engine.step_tokens import (
     PhaseGroup,
     StateRows,
+    VerifyInputs,
     attends_for_logits_only,
     logit_rows,
     pad_rows,
@@ -132,6 +133,8 @@ class ModelRunner:
         if self.has_taps:
             self.tables.keep_drafts()
         self._run = self.run or plain(self.model)
+        self.verified_size: tuple[int, int] | None = None
+        """Of the last step, if it was a recorded one with drafts, of which the device notes what it brings."""
 
     def keep_books(self, tables: Sequence[PageTables]) -> None:
         """Make the numbers of other ranks' steps, too, over their page tables, as far as the host knows them."""
@@ -221,6 +224,7 @@ class ModelRunner:
         return self._compute(numbers, probe)
 
     def _compute(self, numbers: StepNumbers, probe: AttentionObserver | None) -> Tensor:
+        self.verified_size = None
         if self.states:
             self.states.copy(list(numbers.state_copies))
         if not numbers.replay_size:
@@ -242,6 +246,8 @@ class ModelRunner:
     @torch.inference_mode()
     def store_sampled(self, tokens_S: Tensor) -> None:
         """Store what was sampled from the last forward(), for a step that runs before the host knows it."""
+        if self.graphs and self.verified_size:
+            VerifyInputs.of(self.graphs.settled, *self.verified_size).accept(tokens_S, self.tables)
         assert self._sampled_rows_S is not None
         # All requests have drafts, so the step after waits for the host. Those of other ranks may have none.
         if not len(self._sampled_rows_S) and self._sampled_at_S is None:
@@ -456,6 +462,9 @@ class ModelRunner:
             self.followers.record(graphs.sizes, graphs.verify_sizes, captured=graphs.is_captured)
         graphs.num_ranks = self.rows.group.size if self.rows else 1
         graphs.record(self._decode, self._verify)
+        if self.tables.verified and graphs.verify_sizes:
+            # So that what it compiles is there: of requests without tokens.
+            VerifyInputs.of(graphs.settled, *graphs.verify_sizes[0]).accept(graphs.rows, self.tables)
         self.graphs = graphs
 
     def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
@@ -521,14 +530,18 @@ class ModelRunner:
 
     def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
-        padding = requests - len(scheduled)
+        padding, ahead = requests - len(scheduled), is_ahead(scheduled)
         new = tuple([item.num_tokens for item in scheduled])
+        # Behind what is stored, which the device knows by then.
+        ends = (
+            [-1 - count for count in new] if ahead else [item.start + item.num_tokens for item in scheduled]
+        )
         rows_of_logits = padded_logit_rows(new, length)
         none = [0] * padding
         inputs = packed.add(
             [
                 *rows, *[self.tables.padding_row] * padding,
-                *[item.start + item.num_tokens for item in scheduled], *none,
+                *ends, *none,
                 *new, *none,
                 *padded_token_ids(scheduled, length), *none * length,
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
@@ -541,14 +554,17 @@ class ModelRunner:
         return StepNumbers(
             packed, (inputs, of_sampled, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
-            state_copies=self._state_copies(scheduled),
+            state_copies=self._state_copies(scheduled), is_ahead=ahead,
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
         inputs, of_sampled, state_rows = numbers.inputs
-        self.tables.send_inputs(numbers.ints, inputs, graphs.verify_inputs, numbers.updates)
+        self.tables.send_inputs(
+            numbers.ints, inputs, graphs.verify_inputs, numbers.updates, ahead=numbers.is_ahead
+        )
         graphs.replay(size)
+        self.verified_size = size if self.tables.verified and not self.rows else None
         ints = self.tables.on_host(numbers.ints)
         self._note_rows(ints, numbers, ints[of_sampled])
         self.hidden_states = None
@@ -560,7 +576,7 @@ class ModelRunner:
     def _verify(self, size: tuple[int, int], graphs: Graphs) -> None:
         """Compute one step of requests with as many rows each, from buffer to buffer; graphs record this."""
         (requests, length), page_size, tables = size, self.plan.page_size, self.tables
-        sent = graphs.copy_inputs(size)
+        sent = VerifyInputs.of(graphs.copy_inputs(size, tables.verified), *size)
         inputs = verify_inputs(sent.rows_B, sent.ends_B, sent.new_B, sent.ids_BL, tables.on_device(page_size))
         max_seq_len = inputs.pages_BN.shape[1] * page_size
         batch = AttentionBatch(

@@ -17,8 +17,8 @@ from torch import Tensor
 from nibble.cache.lease import Lease
 from nibble.drafts import MAX_DRAFTS
 from nibble.kernels import ALIGNED, cdiv
-from nibble.kernels.step_inputs import ON_DEVICE, Tables, resolve_ids
-from nibble.kernels.transfer import HostInputs, PinnedBuffers
+from nibble.kernels.step_inputs import ON_DEVICE, Tables, Verified, resolve_ids
+from nibble.kernels.transfer import HostInputs, PinnedBuffers, to_device
 
 
 class PackedInts:
@@ -92,7 +92,9 @@ class PageTables:
         self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """The token sampled last: the next step takes it from here before the host knows it."""
         self.drafts_KR: Tensor | None = None
-        """Drafts of a head that the host has not read, by their place in a draft, where there are any."""
+        """Drafts of a head that the host has not read, of two steps, by their place in a draft; where there are any."""
+        self.verified: Verified | None = None
+        """What the last step with drafts brought, where the next may be launched before that is read."""
         self.device = self.table_RN.device
         self.padding_row = rows
         """The row of no lease; it pads steps that have too few requests."""
@@ -116,12 +118,29 @@ class PageTables:
 
     @torch.inference_mode()
     def keep_drafts(self) -> None:
-        """Make room for drafts that are verified before the host knows them."""
-        self.drafts_KR = torch.zeros(MAX_DRAFTS, len(self.latest_R), dtype=torch.int64, device=self.device)
+        """Make room for drafts that are verified before the host knows them, and for what they bring."""
+        shape = 2 * MAX_DRAFTS, len(self.latest_R)
+        self.drafts_KR = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        stored_R, counts_R = (torch.zeros_like(self.latest_R) for _ in range(2))
+        runs_RK = torch.zeros(shape[1], 1 + MAX_DRAFTS, dtype=torch.int64, device=self.device)
+        self.verified = Verified(self.latest_R, stored_R, counts_R, runs_RK)
 
     def unread(self, place: int, column: int) -> int:
         """Return the id that stands for a draft that the device has in drafts_KR."""
         return ON_DEVICE - 1 - place * len(self.latest_R) - column
+
+    def half_of(self, unread: int) -> int:
+        """Return which of two steps a draft is of, by the id that stands for it."""
+        return (ON_DEVICE - 1 - unread) // len(self.latest_R) // MAX_DRAFTS
+
+    @torch.inference_mode()
+    def counts_behind(self, leases: Iterable[Lease], counts: Iterable[int]) -> Tensor:
+        """Return counts [S] to which what is stored of leases is added, which the host does not know."""
+        assert self.verified
+        rows_S, counts_S = (
+            to_device(x, torch.int64, self.device) for x in ([self.row(one) for one in leases], [*counts])
+        )
+        return self.verified.stored_R[rows_S] + counts_S
 
     def resolve_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Return the ids of tokens, as the device knows them.
@@ -210,7 +229,13 @@ class PageTables:
         return self.on_host(packed).to(self.device, non_blocking=True)
 
     def send_inputs(
-        self, packed: PackedInts, inputs: slice, host_inputs: HostInputs, updates: SentUpdates
+        self,
+        packed: PackedInts,
+        inputs: slice,
+        host_inputs: HostInputs,
+        updates: SentUpdates,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Put a recorded step's inputs where it copies them from, and write what was added into the tables.
 
@@ -219,10 +244,15 @@ class PageTables:
             inputs: where its inputs lie.
             host_inputs: where it copies them from.
             updates: of the tables.
+            ahead: the step before may not have copied its own.
         """
-        if updates.any_pages:
-            self.apply_updates(self.send(packed), updates)
-        packed.write(inputs, host_inputs)
+        sent = self.send(packed) if ahead or updates.any_pages else None
+        if sent is not None and updates.any_pages:
+            self.apply_updates(sent, updates)
+        if sent is not None and ahead:
+            host_inputs.write_ahead(sent[inputs])
+        else:
+            packed.write(inputs, host_inputs)
 
     def on_host(self, packed: PackedInts) -> Tensor:
         """Return the integers of a step in memory from where a copy to the device waits for nothing."""

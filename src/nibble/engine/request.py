@@ -191,6 +191,8 @@ class ScheduledRequest:
     """The first position whose KV is written to pages. Those before it are replayed for their exact copies."""
     drafts: tuple[int, ...] = ()
     """The last ones of the tokens, which may be taken back."""
+    slack: int = 0
+    """How much less `start` may turn out to be: it is launched before the drafts of the step before are read."""
 
     @classmethod
     def next_chunk(cls, request: Request, count: int, drafts: tuple[int, ...] = ()) -> ScheduledRequest:
@@ -222,10 +224,31 @@ class ScheduledRequest:
         phase = Phase.VERIFY if drafts else Phase.DECODE
         return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts)
 
+    @classmethod
+    def next_unread(cls, request: Request, drafts: tuple[int, ...]) -> ScheduledRequest:
+        """Return the last token that the step in flight brings a request, with drafts that may follow it.
+
+        Until it is known how many drafts of that step count (settle()), it starts where it does if all of them do.
+        """
+        before = request.in_flight
+        assert before is not None and before.phase.decodes
+        phase, start = (Phase.VERIFY if drafts else Phase.DECODE), before.end
+        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts, len(before.drafts))
+
+    def settle(self, start: int) -> None:
+        """Note where it starts."""
+        self.start = self.write_from = start
+        self.slack = 0
+
     @property
     def end(self) -> int:
         """Return the number of tokens that are stored once this is done."""
         return self.start + self.num_tokens
+
+
+def is_ahead(scheduled: Iterable[ScheduledRequest]) -> bool:
+    """Return whether a step is launched before it is known where its requests begin."""
+    return any(item.slack for item in scheduled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -38,7 +38,7 @@ next turn. To compute one page again is little; without a snapshot before the ch
 """
 
 default_reusable: Callable[[Request], int] = attrgetter("num_reusable_tokens")
-_order = attrgetter("priority", "arrival")
+order_of = attrgetter("priority", "arrival")
 """The place among requests: the least is served first, and loses its pages last."""
 
 
@@ -130,7 +130,7 @@ class Scheduler:
         self.check_length(len(request.prompt_token_ids), answer=request.params.max_tokens > 0)
         request.arrival = next(self._arrivals)
         request.last_length = min(len(request.prompt_token_ids) + request.params.max_tokens, self.limit)
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=order_of)
 
     def schedule(self, drafts: Mapping[Request, tuple[int, ...]] = MappingProxyType({})) -> Batch | None:
         """Return the next step's batch, None if there is nothing to do.
@@ -140,7 +140,7 @@ class Scheduler:
         Args:
             drafts: tokens that may follow those of requests that decode; they get what budget and pages are left.
         """
-        self._admit()
+        self.admit()
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
@@ -179,9 +179,9 @@ class Scheduler:
         """
         if item := request.in_flight:
             return request.last_length - item.start - 3
-        return self._room_behind(request, request.lease.num_stored_tokens)
+        return self.room_behind(request, request.lease.num_stored_tokens)
 
-    def _room_behind(self, request: Request, start: int) -> int:
+    def room_behind(self, request: Request, start: int) -> int:
         """Return the most drafts behind the token at `start`, the last that is known."""
         return max(min(request.last_length - start - 2, self.manager.draft_room(request.lease, start)), 0)
 
@@ -201,49 +201,6 @@ class Scheduler:
         """Mark `batch` as in flight: schedule() goes on from its end. Commit it before two more are launched."""
         for item in batch.scheduled:
             item.request.in_flight = item
-
-    def can_follow(self, batch: Batch) -> bool:
-        """Return whether the next step may have the same requests as `batch`, whatever that samples.
-
-        Waiting requests that can run are admitted, and then it cannot.
-        """
-        # Pages that are reserved for drafts which did not count stay until store(); a host tier cannot have them.
-        if self.manager.residency or not all(item.phase.decodes for item in batch.scheduled):
-            return False
-        self._admit()
-        return len(batch.scheduled) == len(self.running) and all(
-            item.request.in_flight is item for item in batch.scheduled
-        )
-
-    def follow(
-        self, batch: Batch, drafts: Mapping[Request, tuple[int, ...]], ended: Collection[Request] = ()
-    ) -> Batch | None:
-        """Return the next step of the same requests, behind one whose tokens are added and which is not stored.
-
-        Args:
-            batch: the only one in flight, of which can_follow() is true.
-            drafts: tokens that may follow those of requests.
-            ended: requests that end with it.
-
-        Returns:
-            None where pages are short, others wait for a place, or all requests end: store() comes first then, and
-            schedule() as ever.
-        """
-        going = [request for request in self.running if request not in ended]
-        if self.waiting and len(going) < len(batch.scheduled):
-            return None
-        room, scheduled = self.token_budget - len(going), list[ScheduledRequest]()
-        for request in going:
-            start = len(request.token_ids) - 1
-            if of_request := drafts.get(request, ()):
-                of_request = of_request[: min(room, self._room_behind(request, start))]
-                room -= len(of_request)
-            try:
-                self.manager.reserve(request.lease, start + 1 + len(of_request), len(of_request), start=start)
-            except OutOfPages:
-                return None
-            scheduled.append(ScheduledRequest.next_known(request, of_request))
-        return Batch.from_scheduled(scheduled) if scheduled else None
 
     def commit(
         self,
@@ -285,6 +242,8 @@ class Scheduler:
                 new = new[-1]
             if reason := self._append(request, new):
                 ended[request] = reason
+            if (behind := request.in_flight) and behind.slack:
+                behind.settle(len(request.token_ids) - 1)
         return ended
 
     def store(
@@ -360,7 +319,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that queues, states and leases agree, and that the manager's books balance."""
         for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
-            assert queue == sorted(queue, key=_order), f"{state} requests are not in order"
+            assert queue == sorted(queue, key=order_of), f"{state} requests are not in order"
             for request in queue:
                 assert request.state is state, (
                     f"request {request.id!r} is {request.state}, in the queue {state}"
@@ -371,7 +330,7 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Start waiting requests in order, up to the first one whose pages do not fit."""
         if not self.waiting:
             return
@@ -394,7 +353,7 @@ class Scheduler:
             request.waits_for, request.state = None, State.RUNNING
             request.start_time = request.start_time or time.monotonic()
             self.waiting.remove(request)
-            insort(self.running, request, key=_order)
+            insort(self.running, request, key=order_of)
             spare_pages[request.lease.rank] += self._num_pages_to_come(request)
             frames += self._min_frames([request])
 
@@ -556,7 +515,7 @@ class Scheduler:
         """Reserve pages for drafts within the limits of a request; return none of them where pages are short."""
         lease, start = request.lease, request.lease.num_stored_tokens
         # These may have changed since drafts were asked for: its lease for the sake of others, its tokens by a step.
-        drafts = drafts[: self._room_behind(request, start)]
+        drafts = drafts[: self.room_behind(request, start)]
         if not drafts:
             return ()
         try:
@@ -588,7 +547,7 @@ class Scheduler:
         self._metrics.preempted_tokens += request.num_stored_tokens
         request.num_preemptions += 1
         self._remove(request, State.WAITING)
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=order_of)
 
     def _remove(self, request: Request, state: State) -> None:
         """Take a request out of its queue and close its lease."""

@@ -229,6 +229,22 @@ class Speculation:
         self._note_proposals(usable, perf_counter() - start, tasks[0].token_seconds, tasks[0].verify_seconds)
         return {request: tokens for request, tokens in usable.items() if tokens}
 
+    def draft_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> Mapping[Request, tuple[int, ...]]:
+        """Ask the head for drafts behind the step in flight, before what that brings is known; none where it cannot."""
+        if not (self.head and tasks):
+            return {}
+        try:
+            proposed = self.head.propose_ahead(tasks, batch)
+        except Exception as error:
+            self._note_error(error)
+            return {}
+        if proposed is None:
+            return {}
+        drafts = {task.request: tuple(tokens) for task, tokens in zip(tasks, proposed, strict=True)}
+        # The host's part takes no time of the device.
+        self._note_proposals(drafts, 0.0, tasks[0].token_seconds, tasks[0].verify_seconds)
+        return {request: tokens for request, tokens in drafts.items() if tokens}
+
     def _values(self, running: int) -> tuple[float | None, float]:
         """Return the seconds that a token is worth where so many requests decode, and what verifying one takes."""
         token_seconds = self.policy.token_seconds(running) if self.adapts and self.needs_model else None
@@ -285,7 +301,7 @@ class Speculation:
         if self.head is None or not self._is_unread(item.drafts):
             return item.drafts
         try:
-            drafts = self.head.read(item.request, len(item.drafts))
+            drafts = self.head.read(item.request, item.drafts)
             self.policy.drafted_unread(self.head.unread_seconds)
         except Exception as error:  # none of them counts, which costs time and never an answer
             self._note_error(error)

@@ -44,6 +44,8 @@ class StepNumbers:
     """Tokens and rows of logits of each rank, where ranks attend for requests of their own."""
     sampled_at: slice | None = None
     """Then, where it lies which of the tokens that the step samples are this rank's."""
+    is_ahead: bool = False
+    """Whether it begins behind what the step before brings, which the host does not know."""
     batch_rows: slice | None = None
     """And at rank 0, which rows of all ranks' logits are those of the batch, in its order."""
 

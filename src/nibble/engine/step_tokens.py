@@ -13,11 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.page_tables import PackedInts
+from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import ScheduledRequest
 from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
-from nibble.kernels.step_inputs import ON_DEVICE
+from nibble.kernels.step_inputs import ON_DEVICE, accept
 from nibble.model_spec import Phase
 
 MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
@@ -153,6 +153,13 @@ class VerifyInputs:
             (requests, requests, requests, total, total)
         )
         return cls(rows_B, ends_B, new_B, ids.view(requests, rows), logit_rows_S)
+
+    @torch.inference_mode()
+    def accept(self, tokens_S: Tensor, tables: PageTables) -> None:
+        """Let the device note which drafts count, before the host reads what was sampled behind each new token."""
+        assert tables.verified and tables.drafts_KR is not None
+        numbers = self.rows_B, self.ends_B, self.new_B, self.ids_BL
+        accept(*numbers, tokens_S, tables.verified, tables.drafts_KR)
 
 
 LONG_PROMPTS = 1024

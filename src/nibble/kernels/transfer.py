@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nibble.kernels import ALIGNED
+
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a list of numbers as a tensor; the host does not wait until it has arrived.
@@ -58,31 +60,54 @@ class PinnedBuffers:
 class HostInputs:
     """Integers that recorded steps copy to the device themselves, as the first of all that they do.
 
-    Where the device waits for a step, it then begins sooner than after a copy that the host launches.
+    Where the device waits for a step, it then begins sooner than after a copy that the host launches. Those of a step
+    that is launched before the one in front of it has copied its own are sent behind that one, and the step takes what
+    has the higher number.
 
     Args:
         count: int64 integers.
         device: where steps read them.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.on_device = torch.zeros(count, dtype=torch.int64, device=device)
-        self.on_host = torch.zeros(count, dtype=torch.int64, pin_memory=is_cuda)
-        self._address, self._used = self.on_host.data_ptr(), torch.cuda.Event() if is_cuda else None
+    HEADER = ALIGNED
+    """Integers before them: their number, and as many as align the others."""
 
-    def copy(self, count: int) -> None:
-        """Copy the first integers to the device; steps record this."""
-        self.on_device[:count].copy_(self.on_host[:count], non_blocking=True)
+    def __init__(self, count: int, device: torch.device) -> None:
+        is_cuda, total = device.type == "cuda", self.HEADER + count
+        self.on_device, self.ahead = (torch.zeros(total, dtype=torch.int64, device=device) for _ in range(2))
+        self.on_host = torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda)
+        self._address, self._used = self.on_host.data_ptr(), torch.cuda.Event() if is_cuda else None
+        self._number = 0
+
+    def copy(self, count: int) -> Tensor:
+        """Copy the first integers to the device, and return them there; steps record this."""
+        total = self.HEADER + count
+        self.on_device[:total].copy_(self.on_host[:total], non_blocking=True)
+        return self.on_device[self.HEADER : total]
 
     def write(self, ints: array[int], part: slice) -> None:
         """Write a part of int64 integers to the beginning, once the last step that copies them has ended."""
-        assert 0 <= part.start <= part.stop <= len(ints) and part.stop - part.start <= len(self.on_host)
+        assert 0 <= part.start <= part.stop <= len(ints) and part.stop - part.start <= self._room
         if self._used:
             self._used.synchronize()
+        self._number += 1
         # Without the price of an operator.
         address, size = ints.buffer_info()[0], ints.itemsize
-        ctypes.memmove(self._address, address + size * part.start, size * (part.stop - part.start))
+        ctypes.c_int64.from_address(self._address).value = self._number
+        to = self._address + size * self.HEADER
+        ctypes.memmove(to, address + size * part.start, size * (part.stop - part.start))
+
+    def write_ahead(self, sent: Tensor) -> None:
+        """Take int64 integers, which are on the device, for the next step, behind all that was launched."""
+        assert len(sent) <= self._room
+        self._number += 1
+        self.ahead[self.HEADER : self.HEADER + len(sent)].copy_(sent)
+        # Last: until then they are older than all others.
+        self.ahead[:1].fill_(self._number)
+
+    @property
+    def _room(self) -> int:
+        return len(self.on_host) - self.HEADER
 
     def note_step(self) -> None:
         """Note that a step that copies them was launched on the current stream."""

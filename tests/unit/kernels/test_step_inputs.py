@@ -80,3 +80,79 @@ def test_inputs_with_drafts(length: int, width: int, has_exact: bool, has_unread
         assert (one is None) == (other is None) == (not has_exact and name.startswith("exact"))
         if one is not None:
             assert torch.equal(one, other) and one.dtype == other.dtype, name
+
+
+def _verified(rows: int, most: int) -> naive.Verified:
+    ints = torch.arange(rows, device=DEVICE)
+    runs = 1000 * ints[:, None] + torch.arange(most, device=DEVICE)
+    return naive.Verified(500 + ints, 20 + 10 * ints, 1 + ints % 3, runs)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(("length", "others"), [(4, 0), (3, 2), (8, 2)])
+def test_what_the_host_did_not_know_is_filled_in(length: int, others: int, is_ahead: bool) -> None:
+    """Of four requests the first is known, the second ends behind what is stored, and the third has what it gained."""
+    header, requests = 4, 4
+    count = requests * (3 + 2 * length + others)
+    rows, links = [6, 0, 3, 5], [1, 4, 2, 0]
+    numbers = [*rows, 19, -1 - 2, -1, 0, 2, 2, -1, 0]
+    ids = list(range(100, 100 + requests * length))
+    numbers += [*ids, *[7 + place for place in range(requests * length)]]
+    numbers += links[:requests] if others else []
+    numbers += [40 + place for place in range(requests * (others - 1))]
+    newer, older = torch.zeros(2, header + count, dtype=torch.int64, device=DEVICE)
+    newer[header:], newer[0] = torch.tensor(numbers), 9
+    older[header:], older[0] = -3, 8
+    links_at = requests * (3 + 2 * length) if others else 0
+    used = links if others else rows
+    made = []
+    for module in (fast, naive):
+        settled = torch.full((count,), -99, device=DEVICE)
+        both = (older, newer) if is_ahead else (newer, older)
+        module.settle_inputs(*both, settled, (requests, length), links_at, _verified(7, 16))
+        made.append(settled.tolist())
+    assert made[0] == made[1]
+    gained = 1 + used[2] % 3
+    run = [1000 * used[2] + max(place - (length - gained), 0) for place in range(length)]
+    assert made[0] == [
+        *rows, 19, 20 + 10 * used[1] + 2, 20 + 10 * used[2], 0, 2, 2, gained, 0,
+        *ids[: 2 * length], *run, *ids[3 * length :], *numbers[3 * requests + requests * length :],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_what_a_step_with_drafts_brought(length: int) -> None:
+    """Drafts of all numbers, the first 0, 1, 2, ... of them right; some of them only the device knows."""
+    rows, made = 40, []
+    cases = [(new, right) for new in range(1, length + 1) for right in range(new)]
+    requests = len(cases) + 2  # two of padding
+    ids, tokens, expected = torch.full((requests, length), 1), list[int](), list[tuple[int, ...]]()
+    drafts = 2000 + torch.arange(15 * rows).view(15, rows)
+    for request, (new, right) in enumerate(cases):
+        drawn = [2000 + place * rows + request for place in range(new)]
+        for place in range(new - 1):
+            unread = ON_DEVICE - 1 - place * rows - request
+            at = length - new + 1 + place
+            ids[request, at] = unread if request % 2 else drawn[place]
+            if place == right:
+                ids[request, at] += 1 if request % 2 == 0 else -rows
+        tokens += drawn
+        expected.append((drawn[right], 30 + request - new + right + 1, right + 1, *drawn[: right + 1]))
+    row = torch.tensor([*range(3, 3 + len(cases)), rows - 1, rows - 1])
+    end = torch.tensor([*range(30, 30 + len(cases)), 0, 0])
+    new = torch.tensor([*(new for new, _ in cases), 0, 0])
+    for module in (fast, naive):
+        verified = _verified(rows, 16)
+        before = [x.clone() for x in (verified.latest_R, verified.stored_R, verified.counts_R)]
+        module.accept(
+            *(x.to(DEVICE) for x in (row, end, new, ids, torch.tensor(tokens))), verified, drafts.to(DEVICE)
+        )
+        for place, (token, stored, count, *run) in zip(row.tolist(), expected, strict=False):
+            assert verified.latest_R[place] == token and verified.stored_R[place] == stored
+            assert verified.counts_R[place] == count and verified.runs_RK[place, :count].tolist() == run
+        for old, now in zip(before, (verified.latest_R, verified.stored_R, verified.counts_R), strict=True):
+            # Neither padding nor whoever is not part of the step.
+            others = [0, 1, 2, *range(3 + len(cases), rows)]
+            assert old[others].tolist() == now[others].tolist()
+        made.append(verified)
+    assert torch.equal(made[0].runs_RK, made[1].runs_RK)

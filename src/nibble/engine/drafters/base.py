@@ -70,8 +70,12 @@ class HeadDrafter(Drafter, Protocol):
         """Return what drawing those took that were verified last, once they were read."""
         ...
 
-    def read(self, request: Request, count: int) -> Sequence[int]:
-        """Return the first drafts of a request that only the device knew; the step that verified them has ended."""
+    def propose_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> Sequence[Sequence[int]] | None:
+        """Propose for some requests of the step in flight before the host knows what that brings; None: it cannot."""
+        ...
+
+    def read(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the values of drafts that only the device knew; the step that verified them has ended."""
         ...
 
     def observe(self, batch: Batch, states_TX: Any) -> None:

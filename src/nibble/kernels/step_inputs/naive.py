@@ -1,7 +1,7 @@
 """The inputs of recorded steps by the book, in torch.
 
 Shape suffixes: B requests, L rows of each in a step with drafts, T rows of all, R rows of the page tables, N pages of a
-request, K drafts.
+request, K drafts, S rows that are sampled.
 """
 
 from __future__ import annotations
@@ -28,6 +28,20 @@ class Tables:
     page_size: int
     drafts_KR: Tensor | None = None
     """int64 drafts that the host does not know, by their place in a draft, where there are any."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """What the last step with drafts brought each request, which the device knows before the host does."""
+
+    latest_R: Tensor
+    """int64: the token that each sampled last."""
+    stored_R: Tensor
+    """int64 tokens that are stored and count."""
+    counts_R: Tensor
+    """int64 tokens that it gained."""
+    runs_RK: Tensor
+    """int64, these tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,3 +142,50 @@ def verify_inputs(
         resolve_ids(ids_BL, rows_B[:, None], tables.latest_R, tables.drafts_KR).flatten(), positions_BL.flatten(),
         slots_T, pages_BN, exact_BN, exact_slots_T, ends_B.int(), new_B.int(),
     )  # fmt: skip
+
+
+def settle_inputs(
+    sent: Tensor, ahead: Tensor, settled: Tensor, size: tuple[int, int], links_at: int, verified: Verified
+) -> None:
+    """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
+    (requests, length), header = size, len(ahead) - len(settled)
+    newer = torch.where(ahead[0] > sent[0], ahead, sent)[header:]
+    settled.copy_(newer)
+    ends_B, new_B = settled[requests : 2 * requests], settled[2 * requests : 3 * requests]
+    ids_BL = settled[3 * requests :][: requests * length].view(requests, length)
+    links_B = settled[links_at : links_at + requests]
+    counts_B = verified.counts_R[links_B]
+    is_run_B = new_B < 0
+    ends_B.copy_(torch.where(ends_B < 0, verified.stored_R[links_B] - 1 - ends_B, ends_B))
+    places_BL = torch.arange(length, device=settled.device) - (length - counts_B[:, None])
+    runs_BL = verified.runs_RK[links_B].gather(1, places_BL.clamp(min=0))
+    ids_BL.copy_(torch.where(is_run_B[:, None], runs_BL, ids_BL))
+    new_B.copy_(torch.where(is_run_B, counts_B, new_B))
+
+
+def accept(
+    rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified,
+    drafts_KR: Tensor,
+) -> None:  # fmt: skip
+    """Note what requests gained by a step with drafts; see the package."""
+    length, device = ids_BL.shape[1], ids_BL.device
+    places_L = torch.arange(length, device=device)
+    at_BL = (new_B.cumsum(0) - new_B)[:, None] + places_L
+    tokens_BL = tokens_S[at_BL.clamp(max=len(tokens_S) - 1)]
+    # The draft that follows each row stands one further on, as new tokens are the last ones.
+    drafts_BL = ids_BL.gather(1, (length - new_B[:, None] + 1 + places_L).clamp(max=length - 1))
+    drafts_BL = resolve_ids(drafts_BL, rows_B[:, None], verified.latest_R, drafts_KR)
+    is_wrong_BL = (tokens_BL != drafts_BL) | (places_L >= new_B[:, None] - 1)
+    last_B1 = is_wrong_BL.int().argmax(1, keepdim=True)
+    gained = (
+        (verified.latest_R, tokens_BL.gather(1, last_B1)[:, 0]),
+        (verified.stored_R, (ends_B - new_B) + 1 + last_B1[:, 0]),
+        (verified.counts_R, 1 + last_B1[:, 0]),
+        (
+            verified.runs_RK[:, :length],
+            tokens_BL.where(places_L < new_B[:, None], verified.runs_RK[rows_B, :length]),
+        ),
+    )
+    for table, values in gained:
+        is_real = (new_B > 0).view(-1, *[1] * (table.dim() - 1))
+        table.index_copy_(0, rows_B, torch.where(is_real, values, table[rows_B]))

@@ -1,6 +1,7 @@
 """The inputs of recorded steps in Triton: programs copy parts of rows of the page tables, and the first does the rest.
 
-Shape suffixes: B requests, L rows of each in a step with drafts, T rows of all, N pages of a request.
+Shape suffixes: B requests, L rows of each in a step with drafts, T rows of all, N pages of a request, S rows that are
+sampled, R rows of the page tables, K drafts.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from nibble.kernels import cdiv, gpu_of, next_power_of_2
 from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
-from nibble.kernels.step_inputs.naive import ON_DEVICE, DraftInputs, StepInputs, Tables
+from nibble.kernels.step_inputs.naive import ON_DEVICE, DraftInputs, StepInputs, Tables, Verified
 
 PART = 512
 """Pages that a program copies."""
+MOST_REQUESTS = 256
+"""For fewer requests nothing is compiled anew."""
 
 
 @triton.jit
@@ -130,6 +133,91 @@ def verify_inputs(
         num_warps=4, **options,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _newer(sent, ahead, is_ahead, at, mask):
+    return tl.where(is_ahead, tl.load(ahead + at, mask=mask, other=0), tl.load(sent + at, mask=mask, other=0))
+
+
+@triton.jit(do_not_specialize=["requests", "length", "links_at"])
+def settle_inputs_kernel(
+    sent, ahead, settled, stored, counts, runs, requests, length, links_at,
+    OTHERS: tl.constexpr, HEADER: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Settle the inputs of a request. Grid: requests."""
+    wait_for_inputs(PDL)
+    request, i = tl.program_id(0).to(tl.int64), tl.arange(0, K)
+    is_ahead, has_row, live = tl.load(ahead) > tl.load(sent), i < length, request < requests
+    sent += HEADER
+    ahead += HEADER
+    end_at, new_at = requests + request, 2 * requests + request
+    link = _newer(sent, ahead, is_ahead, links_at + request, live)
+    end, new = _newer(sent, ahead, is_ahead, end_at, live), _newer(sent, ahead, is_ahead, new_at, live)
+    count = tl.load(counts + link)
+    tl.store(settled + request, _newer(sent, ahead, is_ahead, request, live))
+    tl.store(settled + end_at, tl.where(end < 0, tl.load(stored + link) - 1 - end, end))
+    tl.store(settled + new_at, tl.where(new < 0, count, new))
+    id_at = 3 * requests + request * length + i
+    ids = _newer(sent, ahead, is_ahead, id_at, has_row)
+    place = tl.maximum(i - (length - count), 0)
+    run = tl.load(runs + link * K + place, mask=has_row, other=0)
+    tl.store(settled + id_at, tl.where(new < 0, run, ids), mask=has_row)
+    # Behind the ids: as many rows of logits, and others of which each request has one.
+    row_at = id_at + requests * length
+    tl.store(settled + row_at, _newer(sent, ahead, is_ahead, row_at, has_row), mask=has_row)
+    for other in tl.static_range(OTHERS):
+        at = (3 + 2 * length + other) * requests + request
+        tl.store(settled + at, _newer(sent, ahead, is_ahead, at, live))
+
+
+def settle_inputs(
+    sent: Tensor, ahead: Tensor, settled: Tensor, size: tuple[int, int], links_at: int, verified: Verified
+) -> None:
+    """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
+    (requests, length), options = size, launch_options(gpu_of(sent.device))
+    others = len(settled) // requests - 3 - 2 * length
+    settle_inputs_kernel[(requests,)](
+        sent, ahead, settled, verified.stored_R, verified.counts_R, verified.runs_RK, requests, length, links_at,
+        others, len(ahead) - len(settled), verified.runs_RK.shape[1], bool(options), num_warps=1, **options,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["length"], do_not_specialize_on_alignment=["rows", "ends", "new", "ids", "tokens"]
+)
+def accept_kernel(
+    rows, ends, new, ids, tokens, latest, stored, counts, runs, drafts, length,
+    REQUESTS: tl.constexpr, K: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Note what a request gained. Grid: requests."""
+    request, i, other = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, REQUESTS)
+    first = tl.sum(tl.load(new + other, mask=other < request, other=0))
+    row, end, count = tl.load(rows + request), tl.load(ends + request), tl.load(new + request)
+    token = tl.load(tokens + first + i, mask=i < count, other=0)
+    is_verified = i < count - 1
+    draft = tl.load(ids + (request + 1) * length - count + 1 + i, mask=is_verified, other=0)
+    unread = tl.load(drafts + (ON_DEVICE - 1 - draft), mask=is_verified & (draft < ON_DEVICE), other=0)
+    draft = tl.where(draft < ON_DEVICE, unread, draft)
+    last = tl.min(tl.where(is_verified & (token == draft), K, i))
+    is_real = count > 0
+    tl.store(latest + row, tl.sum(tl.where(i == last, token, 0)), mask=is_real)
+    tl.store(stored + row, end - count + 1 + last, mask=is_real)
+    tl.store(counts + row, (1 + last).to(tl.int64), mask=is_real)
+    tl.store(runs + row * K + i, token, mask=i < count)
+
+
+def accept(
+    rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified,
+    drafts_KR: Tensor,
+) -> None:  # fmt: skip
+    """Note what requests gained by a step with drafts; see the package."""
+    requests, length = ids_BL.shape
+    accept_kernel[(requests,)](
+        rows_B, ends_B, new_B, ids_BL, tokens_S, verified.latest_R, verified.stored_R, verified.counts_R,
+        verified.runs_RK, drafts_KR, length, max(next_power_of_2(requests), MOST_REQUESTS), verified.runs_RK.shape[1],
+        ON_DEVICE, num_warps=1,
+    )  # fmt: skip
 
 
 def _empty(device: torch.device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
