@@ -323,12 +323,12 @@ def test_a_token_that_is_not_mapped_is_noticed(
     assert found[0] != found[1]
 
 
-def late(llm: LLM, how: Any = None) -> LLM:
+def late(llm: LLM, how: Any = None, tokens: int = 4) -> LLM:
     """Its steps verify drafts before the host has read them, as on a GPU; recorded ones, too."""
     head_of(llm).tables = llm.engine.runner.tables
     if how:
         graph_backend.make_recordable(llm.engine.runner.pool)
-        recorded(llm, how, 4)
+        recorded(llm, how, tokens)
     return llm
 
 

@@ -348,7 +348,9 @@ class DraftHead(DraftBooks):
             batch: of which hidden states wait, and nothing else.
         """
         graphs, tables, items = self.graphs, self.tables, {item.request: item for item in batch.scheduled}
-        tracks = [self._track(task.request) for task in tasks]
+        # Also those that nothing is drafted for: hidden states of the next step come behind what is settled.
+        every = {request: self._track(request) for request in items}
+        tracks = [every[task.request] for task in tasks]
         drafted = [track for track in tracks if not track.is_lost]
         most = max(item.num_tokens for item in batch.scheduled)
         if not (graphs and tables and 0 < len(drafted) <= graphs.most) or most > graphs.length(len(drafted)):
