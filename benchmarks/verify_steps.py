@@ -8,11 +8,13 @@ over a cache in the same scheme. Whether a draft is accepted is decided by a coi
 own. So that a head of random weights drafts at all, it takes each of its drafts for as likely as --accept.
 
 `decode`: recorded steps of one token, launched before the last is read. `verify`: steps of 1 + DRAFTS tokens in every
-step. `device`: their graphs alone, replayed one after the other; what is missing to the whole step is the host's, and
-the head's. `host + launch`: from the tokens of a step on the host to the launch of the next, and the
-launch. `auto`: the number of drafts is left to Nibble. The gate is engine_gpu.py's, and logits of recorded steps
-with drafts against the same steps as they are computed without a record. Times are medians of steps, host included. On
-a CPU nothing is recorded, and all else runs, which checks the benchmark:
+step; those of a head are launched before the last is read, too, and the device gets the coin's decisions. `device`:
+their graphs alone, replayed one after the other; what is missing to the whole step is the host's, and the head's.
+`host + launch`: from the tokens of a step on the host to the launch of the next, where that waits for them, and the
+launch. `a step`: with a head without the time of its recorded steps alone. `auto`: the number of drafts is left to
+Nibble. The gate is engine_gpu.py's, and logits of recorded steps with drafts against the same steps as they are
+computed without a record. Times are medians of steps, host included. On a CPU nothing is recorded, and all else runs,
+which checks the benchmark:
 
     python benchmarks/verify_steps.py --model tiny --requests 1 --context 64 --answer 300 --steps 12 --long 24 --head
 """
@@ -23,6 +25,7 @@ import argparse
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,16 +38,21 @@ import step_kernels
 import torch
 from random_models import head_folder, served
 from report import markdown
+from torch import Tensor
 
 import gpu
 from nibble import LLM, SamplingParams
-from nibble.engine import drafters, in_flight
+from nibble.drafts import MAX_DRAFTS
+from nibble.engine import drafters, in_flight, step_tokens
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_steps import DraftGraphs
 from nibble.engine.drafters.base import DrafterInfo, DraftTask
+from nibble.engine.in_flight import InFlightStep
 from nibble.engine.request import Batch, Delta
 from nibble.engine.sampler import SampledTokens
 from nibble.engine.speculative import Speculation
+from nibble.kernels import step_inputs
+from nibble.kernels.transfer import to_device
 
 EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
@@ -65,18 +73,68 @@ class Free:
         return [[1] * task.limit for task in tasks]
 
 
+class Coins:
+    """How many drafts of each request count, whatever was drawn: the same on the device and on the host."""
+
+    def __init__(self, share: float) -> None:
+        self._dice, self._share = random.Random(1), share
+        self._thrown = deque[list[int]]()
+        """Of steps that the device has decided about, and the host has not read."""
+        self._step = iter(list[int]())
+
+    def throw(self) -> int:
+        count = 0
+        while count < MAX_DRAFTS and self._dice.random() < self._share:
+            count += 1
+        return count
+
+    def begin(self, step: InFlightStep) -> None:
+        """The host reads a step."""
+        self._step = iter(self._thrown.popleft() if step.has_drafts and self._thrown else [])
+
+    def run(self, drafts: Sequence[int], sampled: list[int]) -> list[int]:
+        """In place of accepted_run()."""
+        thrown = next(self._step, None)
+        count = min(self.throw() if thrown is None else thrown, len(drafts))
+        is_draft = count < len(drafts) and sampled[count] == drafts[count]
+        return [*drafts[:count], sampled[count] ^ 1 if is_draft else sampled[count]]
+
+    def accept(
+        self, rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, *others: Any
+    ) -> None:
+        """In place of step_inputs.accept(), which gets tokens that make it decide so."""
+        (requests, length), (verified, drafts_KR), device = ids_BL.shape, others, ids_BL.device
+        self._thrown.append([self.throw() for _ in range(requests)])
+        counts_B1 = to_device(self._thrown[-1], torch.int64, device)[:, None]
+        places_L, new_B1 = torch.arange(length, device=device), new_B[:, None]
+        drafts_BL = ids_BL.gather(1, (length - new_B1 + 1 + places_L).clamp(max=length - 1))
+        drafts_BL = step_inputs.resolve_ids(drafts_BL, rows_B[:, None], verified.latest_R, drafts_KR)
+        at_BL = (new_B.cumsum(0) - new_B)[:, None] + places_L
+        drawn_BL = tokens_S[at_BL.clamp(max=len(tokens_S) - 1)]
+        other_BL = drawn_BL ^ (drawn_BL == drafts_BL).long()
+        forced_BL = torch.where(places_L < counts_B1, drafts_BL, other_BL)
+        is_forced_BL = (places_L <= counts_B1) & (places_L < new_B1 - 1)
+        # What is not forced goes behind the others.
+        tokens = torch.cat((tokens_S, tokens_S[:1]))
+        index_BL = torch.where(is_forced_BL, at_BL, len(tokens_S))
+        tokens.scatter_(0, index_BL.flatten(), forced_BL.flatten())
+        step_inputs.accept(rows_B, ends_B, new_B, ids_BL, tokens[:-1], *others)
+
+
 @contextmanager
 def accepting(share: float) -> Iterator[None]:
     """Accept each draft with this probability, whatever was drawn."""
-    dice = random.Random(1)
+    coins, read = Coins(share), InFlightStep.read
 
-    def run(drafts: Sequence[int], sampled: list[int]) -> list[int]:
-        count = 0
-        while count < len(drafts) and dice.random() < share:
-            count += 1
-        return [*drafts[:count], sampled[count]]
+    def read_step(self: InFlightStep, *arguments: Any) -> Any:
+        coins.begin(self)
+        return read(self, *arguments)
 
-    with mock.patch.object(in_flight, "accepted_run", run):
+    with (
+        mock.patch.object(InFlightStep, "read", read_step),
+        mock.patch.object(in_flight, "accepted_run", coins.run),
+        mock.patch.object(step_tokens, "accept", coins.accept),
+    ):
         yield
 
 
@@ -260,7 +318,7 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
             forced = once(options.steps, drafts)
             plain = once(options.long, plain=True)
             auto = once(options.long)
-            parts = head_parts(llm, once, drafts, drafter) if options.head else ""
+            of_head, parts = head_parts(once, drafts, drafter) if options.head else (0.0, "")
         with accepting(0.0), sure(options.accept):
             never = once(options.long)
         size = next((size for size in reversed(forced.sizes) if isinstance(size, tuple)), "")
@@ -268,10 +326,10 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
             compare_kernels(llm, plain.sizes[-1], size)
         of_decode = f" ({device_ms(llm, plain.sizes[-1]):.3f})" if plain.sizes else ""
         of_verify = f" ({device_ms(llm, size):.3f}; {forced.host}) {size}" if size else ""
-        fits = 256 // requests > drafts and not options.head
+        fits = 256 // requests > drafts
         rows.append(
             (requests, f"{plain.ms:.3f}{of_decode}", f"{forced.ms:.3f}{of_verify}{parts}",
-             verdict(forced.ms / plain.ms, STEP_FLOORS.get(requests) if fits else None, most=True),
+             verdict((forced.ms - of_head) / plain.ms, STEP_FLOORS.get(requests) if fits else None, most=True),
              verdict(forced.tokens_s / plain.tokens_s, FORCED_FLOORS.get(requests)),
              f"{auto.tokens_s / plain.tokens_s:.2f} x",
              verdict(never.tokens_s / plain.tokens_s, NEVER_FLOORS.get(requests))
@@ -285,36 +343,22 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
     return markdown(head, rows)
 
 
-def head_parts(llm: LLM, once: Callable[..., Run], drafts: int, drafter: Any) -> str:
-    """What the head took of the steps that it drafted for: `, of which the head 3.1 (0.350 + 2 x 0.210)`.
+def head_parts(once: Callable[..., Run], drafts: int, drafter: Any) -> tuple[float, str]:
+    """Return what the recorded steps of the head take that it draws drafts with, and that in words.
 
-    In brackets its recorded steps alone, the first one and those that follow.
+    `, of which the head 0.770 (0.350 + 2 x 0.210)`: the first one, and those that follow.
     """
-    spent, propose = list[float](), DraftHead.propose
-
-    def timed(self: DraftHead, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        begun = time.perf_counter()
-        proposed = propose(self, tasks)
-        spent.append(time.perf_counter() - begun)
-        return proposed
-
     sizes, graphs = list[Any](), drafter.graphs
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(DraftHead, "propose", timed))
-        if graphs:
-            replay = graphs.replay
-            patches.enter_context(
-                mock.patch.object(graphs, "replay", lambda size: (sizes.append(size), replay(size)))
-            )
-        once(WARMUP, drafts)
-    parts = f", of which the head {statistics.median(spent) * 1e3:.3f}"
     if not graphs:
-        return parts
+        return 0.0, ""
+    replay = graphs.replay
+    with mock.patch.object(graphs, "replay", lambda size: (sizes.append(size), replay(size))):
+        once(WARMUP, drafts)
     first = next(size for size in reversed(sizes) if isinstance(size, tuple))
     follow = [size for size in sizes if not isinstance(size, tuple)][-1:] * (drafts - 1)
     alone, both = replays_ms(graphs, [first]), replays_ms(graphs, [first, *follow])
     rest = f" + {len(follow)} x {(both - alone) / len(follow):.3f}" if follow else ""
-    return f"{parts} ({alone:.3f}{rest}) {first}"
+    return both, f", of which the head {both:.3f} ({alone:.3f}{rest}) {first}"
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.draft_steps import DraftGraphs, WaitingStates
 from nibble.engine.graphs import live
 from nibble.engine.page_tables import PageTables
-from nibble.engine.request import Delta
+from nibble.engine.request import Delta, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import NibbleError
@@ -113,6 +113,28 @@ def test_a_head_is_told_the_same(target: Path, head: Path, plain: Any, ahead: An
     assert error(said[-40:], eagle3_reference(target, head, "raw")) < 1e-4
     counts = llm.engine.speculation.counts
     assert 0.1 * counts.drafted < counts.accepted < counts.drafted
+
+
+def test_the_device_knows_what_the_host_reads(
+    plain: Any, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far each request has come, and by which tokens."""
+    expected = answers(plain(), MANY, **GREEDY)
+    llm, settle, starts = ahead(), ScheduledRequest.settle, list[int]()
+    tables = llm.engine.runner.tables
+
+    def check(self: ScheduledRequest, start: int) -> None:
+        settle(self, start)
+        row, request = tables.row(self.request.lease), self.request
+        # By now the device has computed this step, too, and knows what that brings.
+        assert start == tables.verified.stored_R[row] - tables.verified.counts_R[row]
+        assert start == len(request.token_ids) - 1
+        starts.append(start)
+
+    monkeypatch.setattr(ScheduledRequest, "settle", check)
+    with overheard(known(MANY, expected)):
+        same(answers(llm, MANY, **GREEDY), expected, 1e-4)
+    assert len(starts) > 20
 
 
 @pytest.mark.parametrize("options", [{"kv_format": "nvfp4"}, {"kv_format": "fp8", "drafts": 7}])
