@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from nibble.engine.page_tables import NO_UPDATES, PackedInts, PageTables
+from nibble.kernels.step_inputs import Verified, settle_inputs
 from nibble.kernels.transfer import HostInputs, PinnedBuffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -39,6 +42,40 @@ def test_inputs_of_recorded_steps_stay() -> None:
         tables.send_inputs(packed, packed.add([step] * 4000), inputs, NO_UPDATES)
         graph.replay()
         inputs.note_step()
-        results.append(inputs.on_device.clone())
+        results.append(inputs.on_device[inputs.HEADER :].clone())
     for step, result in enumerate(results):
         assert result.eq(step).all()
+
+
+def test_inputs_that_are_sent_ahead() -> None:
+    """They are those of the step behind one that has not copied its own yet, and the host does not wait for that."""
+    requests, length, steps = 4, 8, 40
+    count, ints = requests * (3 + 2 * length), partial(torch.zeros, dtype=torch.int64, device="cuda")
+    tables, inputs = PageTables(1, 1, "cuda"), HostInputs(count, torch.device("cuda"))
+    verified = Verified(ints(steps), ints(steps), ints(steps), ints(steps, 16))
+    settled, results, graph = ints(count), list[torch.Tensor](), torch.cuda.CUDAGraph()
+
+    def run() -> None:
+        torch.cuda._sleep(1 << 22)
+        inputs.copy(count)
+        settle_inputs(inputs.on_device, inputs.ahead, settled, (requests, length), 0, verified)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    for step in range(steps):
+        packed = PackedInts()
+        packed.add([7] * 3)
+        ahead = step % 5 > 1
+        tables.send_inputs(packed, packed.add([step] * count), inputs, NO_UPDATES, ahead=ahead)
+        graph.replay()
+        inputs.note_step()
+        results.append(settled.clone())
+        if ahead:
+            event = torch.cuda.Event()
+            event.record()
+            assert not event.query(), "the host has waited"
+    for step, result in enumerate(results):
+        assert result.eq(step).all(), (step, result.unique())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from nibble.cache.lease import Lease
+from nibble.drafts import MAX_DRAFTS
 from nibble.engine.page_tables import PackedInts, PageTables
+from nibble.kernels.step_inputs import settle_inputs
 from nibble.kernels.transfer import HostInputs
 
 CPU = torch.device("cpu")
@@ -20,9 +22,9 @@ def test_a_recorded_step_finds_its_inputs_alone() -> None:
     place = packed.add([1 << 40, -7, 5])
     packed.add([9])
     tables.send_inputs(packed, place, inputs, tables.pack_updates(packed))
-    assert inputs.on_device.tolist() == [0] * 8, "the step itself copies them"
-    inputs.copy(4)
-    assert inputs.on_device.tolist() == [1 << 40, -7, 5, -1, 0, 0, 0, 0]
+    assert not inputs.on_device.any(), "the step itself copies them"
+    assert inputs.copy(4).tolist() == [1 << 40, -7, 5, -1]
+    assert inputs.on_device[inputs.HEADER :].tolist() == [1 << 40, -7, 5, -1, 0, 0, 0, 0]
 
 
 def test_new_pages_come_with_the_inputs() -> None:
@@ -31,7 +33,51 @@ def test_new_pages_come_with_the_inputs() -> None:
     row, packed = tables.row(lease), PackedInts()
     place = packed.add([row])
     tables.send_inputs(packed, place, inputs, tables.pack_updates(packed))
-    assert tables.table_RN[row, :2].tolist() == [6, 8] and inputs.on_host[0] == row
+    assert tables.table_RN[row, :2].tolist() == [6, 8] and inputs.copy(1)[0] == row
+
+
+def test_inputs_that_are_sent_ahead_are_the_newer_ones() -> None:
+    """Whoever made them last: also where a step that they were made for is made again."""
+    tables, inputs, settled = PageTables(3, 4, CPU), HostInputs(7, CPU), torch.zeros(7, dtype=torch.int64)
+    tables.keep_drafts()
+    verified = tables.verified
+    assert verified
+
+    def send(number: int, *, ahead: bool) -> None:
+        packed = PackedInts()
+        packed.add([-9] * 5)
+        place = packed.add([0, number, 1, *[number] * 4])
+        tables.send_inputs(packed, place, inputs, tables.pack_updates(packed), ahead=ahead)
+
+    def step() -> list[int]:
+        inputs.copy(7)
+        settle_inputs(inputs.on_device, inputs.ahead, settled, (1, 2), 0, verified)
+        return settled.tolist()
+
+    for number, ahead in enumerate([False, True, True, False, False, True]):
+        send(number, ahead=ahead)
+        assert step() == [0, number, 1, *[number] * 4]
+    send(7, ahead=True)
+    send(8, ahead=False)
+    assert step()[1] == step()[1] == 8
+    send(9, ahead=False)
+    send(10, ahead=True)
+    assert step()[1] == 10
+
+
+def test_what_device_and_host_know_together() -> None:
+    tables = PageTables(3, 4, CPU)
+    tables.keep_drafts()
+    assert tables.verified and tables.drafts_KR is not None
+    leases = [Lease(pages=[one]) for one in (6, 8)]
+    for number, lease in enumerate(leases):
+        tables.verified.stored_R[tables.row(lease)] = 100 * number
+    assert tables.counts_behind([leases[1], leases[0], leases[1]], [1, -2, 3]).tolist() == [101, -2, 103]
+    for half, place, column in ((0, 0, 0), (0, MAX_DRAFTS - 1, 3), (1, 0, 0), (1, MAX_DRAFTS - 1, 3)):
+        unread = tables.unread(half * MAX_DRAFTS + place, column)
+        assert tables.half_of(unread) == half
+        tables.drafts_KR[half * MAX_DRAFTS + place, column] = 77
+        assert tables.resolve_ids(torch.tensor([unread]), torch.tensor([0])).tolist() == [77]
 
 
 def test_what_was_sent_is_sent_again_once_it_is_forgotten() -> None:
