@@ -58,7 +58,7 @@ def test_inputs_that_are_sent_ahead() -> None:
     def run() -> None:
         torch.cuda._sleep(1 << 22)
         inputs.copy(count)
-        settle_inputs(inputs.on_device, inputs.ahead, settled, (requests, length), 0, verified)
+        settle_inputs(inputs.on_device, inputs.sent_ahead, settled, (requests, length), 0, verified)
 
     with torch.cuda.stream(torch.cuda.Stream()):
         run()
@@ -69,7 +69,7 @@ def test_inputs_that_are_sent_ahead() -> None:
         packed = PackedInts()
         packed.add([7] * 3)
         ahead = step % 5 > 1
-        tables.send_inputs(packed, packed.add([step] * count), inputs, NO_UPDATES, ahead=ahead)
+        tables.send_inputs(packed, packed.add([step] * count), inputs, NO_UPDATES, is_ahead=ahead)
         graph.replay()
         inputs.note_step()
         results.append(settled.clone())

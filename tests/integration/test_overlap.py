@@ -14,6 +14,7 @@ from exact_model import ExactModel, prefix_hashes
 from nibble import LLM, SamplingParams
 from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
+from nibble.engine import engine as loop
 from nibble.engine.engine import NOT_A_NUMBER
 from nibble.engine.request import Batch, Delta, Request, ScheduledRequest
 from nibble.engine.sampler import SampledTokens
@@ -319,7 +320,7 @@ def test_what_was_sampled_is_told_before_all_requests_fail(
         raise RuntimeError("a mistake in the books")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "follow", broken)
+        patch.setattr(loop, "follow", broken)
         with pytest.raises(RuntimeError, match="a mistake"):
             engine.step()
     told = sum(len(piece.token_ids) for piece in pieces)

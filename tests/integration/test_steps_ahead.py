@@ -397,4 +397,4 @@ _NAMES = ("latest_R", "stored_R", "counts_R", "runs_RK")
 def _settles_alone(self: DraftHead, scheduled: Any, states: Any) -> None:
     """Hidden states are left out."""
     for item in scheduled:
-        self._tracks[item.request].ahead = item
+        self._tracks[item.request].unsettled = item

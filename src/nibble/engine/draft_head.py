@@ -132,7 +132,7 @@ class DraftHead(DraftBooks):
                 places += self.waiting.places(track.slot, 0, 1) * count
                 leases += [item.request.lease] * count
                 counts += range(count)
-                track.ahead = item
+                track.unsettled = item
             first += count
         if not rows:
             return
@@ -148,8 +148,8 @@ class DraftHead(DraftBooks):
 
     def _settle(self, track: Track) -> None:
         """Note what is known by now of a step that was launched before its beginning was known."""
-        item, is_drafted = track.ahead, track.is_drafted
-        track.ahead, track.is_drafted = None, False
+        item, is_drafted = track.unsettled, track.is_drafted
+        track.unsettled, track.is_drafted = None, False
         # A step that was interrupted is made again.
         if track.is_lost or item is None or item.start >= len(track.request.token_ids):
             return

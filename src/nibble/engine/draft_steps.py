@@ -297,12 +297,12 @@ class DraftGraphs(Graphs):
         for one in new:
             ids += (one.ids[:1] or [0]) * (length - len(one.ids))
             ids += one.ids
-        known = most is None
+        is_ahead = most is not None
         inputs = packed.add(
             [
                 *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
-                *[one.start + len(one.ids) if known else -1 for one in new], *padding,
-                *[len(one.ids) if known else -1 for one in new], *padding,
+                *[-1 if is_ahead else one.start + len(one.ids) for one in new], *padding,
+                *[-1 if is_ahead else len(one.ids) for one in new], *padding,
                 *ids, *padding * length,
                 *[0] * (requests * length),
                 *[one.slot for one in new], *padding,
@@ -311,7 +311,7 @@ class DraftGraphs(Graphs):
         )  # fmt: skip
         with tables.sending():
             updates = tables.pack_updates(packed)
-            tables.send_inputs(packed, inputs, self.verify_inputs, updates, ahead=not known)
+            tables.send_inputs(packed, inputs, self.verify_inputs, updates, is_ahead=is_ahead)
         self.replay(size)
 
     def replay_next(self, requests: int) -> None:

@@ -44,7 +44,7 @@ class Track(Draft):
     """[1, H], that the newest draft's row is computed from, where drafts go step by step."""
     unread: Sequence[int] = ()
     """Ids that stand for drafts which only the device knows."""
-    ahead: ScheduledRequest | None = None
+    unsettled: ScheduledRequest | None = None
     """What the model computes now, launched before its start was known: its hidden states come behind all others."""
     is_drafted: bool = False
     """Whether the rows before that are computed: drafts were launched behind them."""

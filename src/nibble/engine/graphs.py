@@ -119,7 +119,7 @@ class Graphs:
         total = inputs.HEADER + count
         settled = self.settled[:count]
         settle_inputs(
-            inputs.on_device[:total], inputs.ahead[:total], settled, size, self.links_at(size), verified
+            inputs.on_device[:total], inputs.sent_ahead[:total], settled, size, self.links_at(size), verified
         )
         return settled
 

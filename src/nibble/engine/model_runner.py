@@ -530,11 +530,13 @@ class ModelRunner:
 
     def _verify_numbers(self, scheduled: Sequence[ScheduledRequest], size: tuple[int, int]) -> StepNumbers:
         (requests, length), rows, packed = size, self._rows(scheduled), PackedInts()
-        padding, ahead = requests - len(scheduled), is_ahead(scheduled)
+        padding, runs_ahead = requests - len(scheduled), is_ahead(scheduled)
         new = tuple([item.num_tokens for item in scheduled])
         # Behind what is stored, which the device knows by then.
         ends = (
-            [-1 - count for count in new] if ahead else [item.start + item.num_tokens for item in scheduled]
+            [-1 - count for count in new]
+            if runs_ahead
+            else [item.start + item.num_tokens for item in scheduled]
         )
         rows_of_logits = padded_logit_rows(new, length)
         none = [0] * padding
@@ -554,14 +556,14 @@ class ModelRunner:
         return StepNumbers(
             packed, (inputs, of_sampled, state_rows), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
-            state_copies=self._state_copies(scheduled), is_ahead=ahead,
+            state_copies=self._state_copies(scheduled), is_ahead=runs_ahead,
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
         inputs, of_sampled, state_rows = numbers.inputs
         self.tables.send_inputs(
-            numbers.ints, inputs, graphs.verify_inputs, numbers.updates, ahead=numbers.is_ahead
+            numbers.ints, inputs, graphs.verify_inputs, numbers.updates, is_ahead=numbers.is_ahead
         )
         graphs.replay(size)
         self.verified_size = size if self.tables.verified and not self.rows else None

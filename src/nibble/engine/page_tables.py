@@ -235,7 +235,7 @@ class PageTables:
         host_inputs: HostInputs,
         updates: SentUpdates,
         *,
-        ahead: bool = False,
+        is_ahead: bool = False,
     ) -> None:
         """Put a recorded step's inputs where it copies them from, and write what was added into the tables.
 
@@ -244,12 +244,12 @@ class PageTables:
             inputs: where its inputs lie.
             host_inputs: where it copies them from.
             updates: of the tables.
-            ahead: the step before may not have copied its own.
+            is_ahead: the step before may not have copied its own.
         """
-        sent = self.send(packed) if ahead or updates.any_pages else None
+        sent = self.send(packed) if is_ahead or updates.any_pages else None
         if sent is not None and updates.any_pages:
             self.apply_updates(sent, updates)
-        if sent is not None and ahead:
+        if sent is not None and is_ahead:
             host_inputs.write_ahead(sent[inputs])
         else:
             packed.write(inputs, host_inputs)

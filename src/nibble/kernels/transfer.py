@@ -74,7 +74,9 @@ class HostInputs:
 
     def __init__(self, count: int, device: torch.device) -> None:
         is_cuda, total = device.type == "cuda", self.HEADER + count
-        self.on_device, self.ahead = (torch.zeros(total, dtype=torch.int64, device=device) for _ in range(2))
+        self.on_device, self.sent_ahead = (
+            torch.zeros(total, dtype=torch.int64, device=device) for _ in range(2)
+        )
         self.on_host = torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda)
         self._address, self._used = self.on_host.data_ptr(), torch.cuda.Event() if is_cuda else None
         self._number = 0
@@ -101,9 +103,9 @@ class HostInputs:
         """Take int64 integers, which are on the device, for the next step, behind all that was launched."""
         assert len(sent) <= self._room
         self._number += 1
-        self.ahead[self.HEADER : self.HEADER + len(sent)].copy_(sent)
+        self.sent_ahead[self.HEADER : self.HEADER + len(sent)].copy_(sent)
         # Last: until then they are older than all others.
-        self.ahead[:1].fill_(self._number)
+        self.sent_ahead[:1].fill_(self._number)
 
     @property
     def _room(self) -> int:

@@ -47,11 +47,11 @@ def test_inputs_that_are_sent_ahead_are_the_newer_ones() -> None:
         packed = PackedInts()
         packed.add([-9] * 5)
         place = packed.add([0, number, 1, *[number] * 4])
-        tables.send_inputs(packed, place, inputs, tables.pack_updates(packed), ahead=ahead)
+        tables.send_inputs(packed, place, inputs, tables.pack_updates(packed), is_ahead=ahead)
 
     def step() -> list[int]:
         inputs.copy(7)
-        settle_inputs(inputs.on_device, inputs.ahead, settled, (1, 2), 0, verified)
+        settle_inputs(inputs.on_device, inputs.sent_ahead, settled, (1, 2), 0, verified)
         return settled.tolist()
 
     for number, ahead in enumerate([False, True, True, False, False, True]):
@@ -65,6 +65,7 @@ def test_inputs_that_are_sent_ahead_are_the_newer_ones() -> None:
     assert step()[1] == 10
 
 
+@torch.inference_mode()
 def test_what_device_and_host_know_together() -> None:
     tables = PageTables(3, 4, CPU)
     tables.keep_drafts()

@@ -70,22 +70,27 @@ def verify_inputs(
 
 
 def settle_inputs(
-    sent: Tensor, ahead: Tensor, settled: Tensor, size: tuple[int, int], links_at: int, verified: Verified
+    copied: Tensor,
+    sent_ahead: Tensor,
+    settled: Tensor,
+    size: tuple[int, int],
+    links_at: int,
+    verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know.
 
     Args:
-        sent: int64: a header that begins with the number of these inputs, then rows, ends, new tokens and ids as
+        copied: int64: a header that begins with the number of these inputs, then rows, ends, new tokens and ids as
             verify_inputs() takes them, and whatever else. An end e below 0 stands for -1 - e tokens behind what is
             stored, and new tokens below 0 for those that the request gained last: their ids are not here.
-        ahead: others, of the same shape.
+        sent_ahead: others, of the same shape.
         settled: where the newer ones go, without the header.
         size: requests and rows of each.
         links_at: where it lies in `settled` which row of `verified` is each request's.
         verified: what the step before brought.
     """
-    arguments = sent, ahead, settled, size, links_at, verified
-    if sent.is_cuda and triton_present():
+    arguments = copied, sent_ahead, settled, size, links_at, verified
+    if copied.is_cuda and triton_present():
         from nibble.kernels.step_inputs import triton as fast
 
         return fast.settle_inputs(*arguments)

@@ -145,11 +145,16 @@ def verify_inputs(
 
 
 def settle_inputs(
-    sent: Tensor, ahead: Tensor, settled: Tensor, size: tuple[int, int], links_at: int, verified: Verified
+    copied: Tensor,
+    sent_ahead: Tensor,
+    settled: Tensor,
+    size: tuple[int, int],
+    links_at: int,
+    verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
-    (requests, length), header = size, len(ahead) - len(settled)
-    newer = torch.where(ahead[0] > sent[0], ahead, sent)[header:]
+    (requests, length), header = size, len(sent_ahead) - len(settled)
+    newer = torch.where(sent_ahead[0] > copied[0], sent_ahead, copied)[header:]
     settled.copy_(newer)
     ends_B, new_B = settled[requests : 2 * requests], settled[2 * requests : 3 * requests]
     ids_BL = settled[3 * requests :][: requests * length].view(requests, length)

@@ -136,50 +136,60 @@ def verify_inputs(
 
 
 @triton.jit
-def _newer(sent, ahead, is_ahead, at, mask):
-    return tl.where(is_ahead, tl.load(ahead + at, mask=mask, other=0), tl.load(sent + at, mask=mask, other=0))
+def _newer(copied, sent_ahead, is_ahead, at, mask):
+    return tl.where(
+        is_ahead, tl.load(sent_ahead + at, mask=mask, other=0), tl.load(copied + at, mask=mask, other=0)
+    )
 
 
 @triton.jit(do_not_specialize=["requests", "length", "links_at"])
 def settle_inputs_kernel(
-    sent, ahead, settled, stored, counts, runs, requests, length, links_at,
+    copied, sent_ahead, settled, stored, counts, runs, requests, length, links_at,
     OTHERS: tl.constexpr, HEADER: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the inputs of a request. Grid: requests."""
     wait_for_inputs(PDL)
     request, i = tl.program_id(0).to(tl.int64), tl.arange(0, K)
-    is_ahead, has_row, live = tl.load(ahead) > tl.load(sent), i < length, request < requests
-    sent += HEADER
-    ahead += HEADER
+    is_ahead, has_row, live = tl.load(sent_ahead) > tl.load(copied), i < length, request < requests
+    copied += HEADER
+    sent_ahead += HEADER
     end_at, new_at = requests + request, 2 * requests + request
-    link = _newer(sent, ahead, is_ahead, links_at + request, live)
-    end, new = _newer(sent, ahead, is_ahead, end_at, live), _newer(sent, ahead, is_ahead, new_at, live)
+    link = _newer(copied, sent_ahead, is_ahead, links_at + request, live)
+    end, new = (
+        _newer(copied, sent_ahead, is_ahead, end_at, live),
+        _newer(copied, sent_ahead, is_ahead, new_at, live),
+    )
     count = tl.load(counts + link)
-    tl.store(settled + request, _newer(sent, ahead, is_ahead, request, live))
+    tl.store(settled + request, _newer(copied, sent_ahead, is_ahead, request, live))
     tl.store(settled + end_at, tl.where(end < 0, tl.load(stored + link) - 1 - end, end))
     tl.store(settled + new_at, tl.where(new < 0, count, new))
     id_at = 3 * requests + request * length + i
-    ids = _newer(sent, ahead, is_ahead, id_at, has_row)
+    ids = _newer(copied, sent_ahead, is_ahead, id_at, has_row)
     place = tl.maximum(i - (length - count), 0)
     run = tl.load(runs + link * K + place, mask=has_row, other=0)
     tl.store(settled + id_at, tl.where(new < 0, run, ids), mask=has_row)
     # Behind the ids: as many rows of logits, and others of which each request has one.
     row_at = id_at + requests * length
-    tl.store(settled + row_at, _newer(sent, ahead, is_ahead, row_at, has_row), mask=has_row)
+    tl.store(settled + row_at, _newer(copied, sent_ahead, is_ahead, row_at, has_row), mask=has_row)
     for other in tl.static_range(OTHERS):
         at = (3 + 2 * length + other) * requests + request
-        tl.store(settled + at, _newer(sent, ahead, is_ahead, at, live))
+        tl.store(settled + at, _newer(copied, sent_ahead, is_ahead, at, live))
 
 
 def settle_inputs(
-    sent: Tensor, ahead: Tensor, settled: Tensor, size: tuple[int, int], links_at: int, verified: Verified
+    copied: Tensor,
+    sent_ahead: Tensor,
+    settled: Tensor,
+    size: tuple[int, int],
+    links_at: int,
+    verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
-    (requests, length), options = size, launch_options(gpu_of(sent.device))
+    (requests, length), options = size, launch_options(gpu_of(copied.device))
     others = len(settled) // requests - 3 - 2 * length
     settle_inputs_kernel[(requests,)](
-        sent, ahead, settled, verified.stored_R, verified.counts_R, verified.runs_RK, requests, length, links_at,
-        others, len(ahead) - len(settled), verified.runs_RK.shape[1], bool(options), num_warps=1, **options,
+        copied, sent_ahead, settled, verified.stored_R, verified.counts_R, verified.runs_RK, requests, length, links_at,
+        others, len(sent_ahead) - len(settled), verified.runs_RK.shape[1], bool(options), num_warps=1, **options,
     )  # fmt: skip
 
 
