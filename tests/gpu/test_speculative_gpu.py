@@ -322,7 +322,7 @@ class Again:
                 graphs.follow(self.head.runner, size, graphs)
             else:
                 graphs.begin(self.head.runner, size, graphs)
-            graphs.keep(chain.half, step)
+            graphs.keep(chain.buffer, step)
         graphs.wait()
         theirs = self.drawn(chain, graphs)
         alike = [
@@ -345,7 +345,7 @@ class Unread:
     def __call__(self, chain: Chain, graphs: DraftGraphs) -> Any:
         found = self.drawn(chain, graphs)
         assert self.head.tables and self.head.tables.drafts_KR is not None
-        first = chain.half * MAX_DRAFTS
+        first = chain.buffer * MAX_DRAFTS
         verified = self.head.tables.drafts_KR[first : first + chain.steps, : len(chain.tracks)].T.tolist()
         self.alike.append(verified == [[token for token, _ in drafts] for drafts in found])
         return found

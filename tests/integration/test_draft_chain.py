@@ -440,7 +440,7 @@ def _other_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was drawn goes to the host alone."""
     keep = DraftGraphs.keep
-    monkeypatch.setattr(DraftGraphs, "keep", lambda self, half, step, drafts: keep(self, half, step))
+    monkeypatch.setattr(DraftGraphs, "keep", lambda self, buffer, step, drafts: keep(self, buffer, step))
 
 
 @pytest.mark.parametrize("plant", [_other_request, _other_place, _nothing_new])

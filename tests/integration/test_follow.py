@@ -17,7 +17,7 @@ from nibble import SamplingParams
 from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
 from nibble.cache.states import StateSlots
-from nibble.engine.following import can_follow, follow, follow_unread, reserve_ahead, room_ahead
+from nibble.engine.following import can_follow, follow, follow_unread, reserve_unread, room_ahead
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.scheduler import Scheduler, order_of
 from nibble.engine.speculative import accepted_run
@@ -70,7 +70,7 @@ class Following:
             known = [*work.request.token_ids, *before.get(work.request, ())]
             start = len(known) - 1 if before else work.start
             end, first_draft = start + work.num_tokens, start + work.num_tokens - len(work.drafts)
-            assert work.start - work.slack <= start <= work.start, (
+            assert work.start - work.max_rejected <= start <= work.start, (
                 "it begins elsewhere than the host takes it to"
             )
             tokens = [*known[:first_draft], *work.drafts]
@@ -90,7 +90,7 @@ class Following:
 
     def _write(self, work: ScheduledRequest, tokens: list[int], start: int) -> None:
         lease, hashes = work.request.lease, prefix_hashes(tokens, work.request.namespace)
-        write_from = start if work.slack else work.write_from
+        write_from = start if work.max_rejected else work.write_from
         if self.exact:
             self.exact.compute(lease, hashes, start, len(tokens), write_from)
         for i, seen in enumerate(hashes):
@@ -124,7 +124,7 @@ class Following:
             item.request: min(self.dice.randrange(MOST_DRAFTS + 1), room_ahead(scheduler, item.request))
             for item in before.scheduled
         }
-        if not reserve_ahead(scheduler, before, lengths):
+        if not reserve_unread(scheduler, before, lengths):
             return False
         drafts = {
             one: self.draw([*one.token_ids, *gained[one]], count) for one, count in lengths.items() if count
@@ -143,7 +143,7 @@ class Following:
         scheduler.store(*told, scheduler.add_tokens(*told))
         scheduler.check_integrity()
         for work in batch.scheduled:
-            assert work.request.is_finished or (work.start, work.slack) == (
+            assert work.request.is_finished or (work.start, work.max_rejected) == (
                 len(work.request.token_ids) - 1,
                 0,
             )

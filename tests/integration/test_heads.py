@@ -125,7 +125,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
             rows = [self.tables.row(request.lease) for request in requests]  # type: ignore[union-attr]
             said.num_ahead += 1
             tokens_of = [[*some, *gained(self, row)] for some, row in zip(tokens_of, rows, strict=True)]
-        note(self, tokens_of, graphs.drawn[chain.half, :step, 0, :count].T.tolist(), graphs.logits[:count])
+        note(self, tokens_of, graphs.drawn[chain.buffer, :step, 0, :count].T.tolist(), graphs.logits[:count])
         redraw(self, chain, step, graphs)
         if known is not None:
             both = zip(requests, tokens_of, strict=True)

@@ -353,7 +353,7 @@ class CacheManager:
         """Give back what is reserved behind the last stored token: of drafts that do not count.
 
         Args:
-            lease: an open lease, of which no step is in flight.
+            lease: an open lease. A step in flight may read what is given back: whoever gets it writes it behind that.
         """
         assert not lease.hot_frames, "a hot buffer is for one new token"
         assert not lease.is_replaying, "a replay has no drafts"

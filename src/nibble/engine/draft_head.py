@@ -80,8 +80,7 @@ class DraftHead(DraftBooks):
         self.tables: PageTables | None = None
         """Of the model, where its steps take drafts from the device before the host has read them."""
         self._unread: dict[int, Chain] = {}
-        """Chains that the host has not read, by their half."""
-        self._last_read: Chain | None = None
+        """Chains that the host has not read, by their buffer."""
 
     @property
     def graphs(self) -> DraftGraphs | None:
@@ -280,7 +279,7 @@ class DraftHead(DraftBooks):
     def _unknown(self, track: Track, tables: PageTables) -> NewRows:
         """Return the rows that a request gains by the step in flight."""
         assert track.slot is not None
-        return NewRows(track.twin.lease, track.slot, track.start, [], tables.row(track.request.lease))
+        return NewRows(track.twin.lease, track.slot, track.start, [], tables.row_of(track.request.lease))
 
     def _new(self, track: Track, count: int) -> NewRows:
         """Return the next rows of a request for a recorded step."""
@@ -350,26 +349,32 @@ class DraftHead(DraftBooks):
         graphs, tables, items = self.graphs, self.tables, {item.request: item for item in batch.scheduled}
         # Also those that nothing is drafted for: hidden states of the next step come behind what is settled.
         every = {request: self._track(request) for request in items}
-        tracks = [every[task.request] for task in tasks]
-        drafted = [track for track in tracks if not track.is_lost]
-        most = max(item.num_tokens for item in batch.scheduled)
+        tracks, most = (
+            [every[task.request] for task in tasks],
+            max(item.num_tokens for item in batch.scheduled),
+        )
+        drafted = [
+            every[task.request]
+            for task in tasks
+            if every[task.request].waits_for(items[task.request])
+            and items[task.request].end + task.limit < self.max_context
+        ]
         if not (graphs and tables and 0 < len(drafted) <= graphs.most) or most > graphs.length(len(drafted)):
             return None
-        if not all(track.waits_for(items[track.request]) for track in drafted):
+        # What waits of others must not become too much; where steps are read, it is computed.
+        others = (track for track in every.values() if not (track.is_lost or track in drafted))
+        if any(items[one.request].end + 1 + MAX_DRAFTS - one.start > WAITING_STATES for one in others):
             return None
         for track, task in zip(tracks, tasks, strict=True):
             self.begin(track, task)
         # The drafts of that step may not have been read.
         in_use = {
-            tables.half_of(item.drafts[0]) for item in batch.scheduled if min(item.drafts, default=0) < 0
+            tables.buffer_of(item.drafts[0]) for item in batch.scheduled if min(item.drafts, default=0) < 0
         }
-        chain = Chain(drafted, self._steps(drafted), half=int(0 in in_use), is_ahead=True)
+        chain = Chain(drafted, self._steps(drafted), buffer=int(0 in in_use), is_ahead=True)
         try:
-            ends = [items[track.request].end for track in drafted]
-            if not all(
-                end + chain.steps < self.max_context and self.reserve(track, end + chain.steps - 1)
-                for track, end in zip(drafted, ends, strict=True)
-            ):
+            ends = {track: items[track.request].end + chain.steps - 1 for track in drafted}
+            if not all(self.reserve(track, end) for track, end in ends.items()):
                 return None
             self._launch_chain(chain, graphs, [self._unknown(track, tables) for track in drafted], most)
             self._leave_unread(chain)
@@ -388,20 +393,24 @@ class DraftHead(DraftBooks):
             request: that they are of.
             drafts: the ids that stand for them, the first ones of what was proposed.
         """
-        graphs, tables = self.graphs, self.tables
-        assert graphs and tables
-        chain = self._last_read = self._unread[tables.half_of(drafts[0])]
+        return [token for token, _ in self._chain_of(drafts).drafts[request][: len(drafts)]]
+
+    def note_read(self, request: Request, drafts: Sequence[int]) -> float:
+        """Learn from drafts that were read; return the seconds that drawing all of the step took."""
+        chain = self._chain_of(drafts)
+        if not chain.seconds:
+            self._note_seconds(chain)
+        self.note_verified(self._tracks[request], chain.drafts[request][: len(drafts)])
+        return chain.seconds
+
+    def _chain_of(self, drafts: Sequence[int]) -> Chain:
+        """Return the chain of ids that stand for drafts, which the host has read."""
+        assert self.tables and self.graphs
+        chain = self._unread[self.tables.buffer_of(drafts[0])]
         if not chain.drafts:
             requests = (track.request for track in chain.tracks)
-            chain.drafts = dict(zip(requests, self._drawn(chain, graphs), strict=True))
-        drawn = chain.drafts[request][: len(drafts)]
-        self.note_verified(self._tracks[request], drawn)
-        return [token for token, _ in drawn]
-
-    @property
-    def unread_seconds(self) -> float:
-        """Return what drawing took that is verified now, once read() was called for one of its requests."""
-        return self._last_read.seconds if self._last_read else 0.0
+            chain.drafts = dict(zip(requests, self._drawn(chain, self.graphs), strict=True))
+        return chain
 
     def _is_ready(self, track: Track) -> bool:
         """Return whether a request has a new row, its last one, and there is room for its drafts."""
@@ -460,16 +469,16 @@ class DraftHead(DraftBooks):
             new: rows of its first step.
             most: the most that a request may have of these, where the host does not know them.
         """
-        drafts_KR, first = self.tables.drafts_KR if self.tables else None, chain.half * MAX_DRAFTS
-        graphs.stopwatches[chain.half].start()
+        drafts_KR, first = self.tables.drafts_KR if self.tables else None, chain.buffer * MAX_DRAFTS
+        graphs.stopwatches[chain.buffer].start()
         for step in range(chain.steps):
             if step:
                 graphs.replay_next(len(chain.tracks))
             else:
                 graphs.replay_first(self.runner.tables, new, most)
             self._redraw(chain, step, graphs)
-            graphs.keep(chain.half, step, None if drafts_KR is None else drafts_KR[first + step])
-        graphs.stopwatches[chain.half].stop()
+            graphs.keep(chain.buffer, step, None if drafts_KR is None else drafts_KR[first + step])
+        graphs.stopwatches[chain.buffer].stop()
 
     def _has_room(self, track: Track, steps: int) -> bool:
         """Reserve pages for a chain of so many steps, of which all requests have as many."""
@@ -492,25 +501,31 @@ class DraftHead(DraftBooks):
     def _read(self, chain: Chain, graphs: DraftGraphs) -> None:
         """Wait for the drafts of a chain, and note them."""
         graphs.wait()
+        self._note_seconds(chain)
         for track, drafts in zip(chain.tracks, self._drawn(chain, graphs), strict=True):
             for token, chance in drafts:
                 if not self.add(track, token, chance):
                     break
 
     def _drawn(self, chain: Chain, graphs: DraftGraphs) -> list[list[tuple[int, float]]]:
-        """Return the tokens and chances of each request, which have come, and note what a step took."""
-        count, chain.seconds = len(chain.tracks), graphs.stopwatches[chain.half].seconds
-        steps = graphs.read(chain.half, chain.steps, count)
-        self.step_seconds.note(count.bit_length(), chain.seconds / chain.steps)
+        """Return the tokens and chances of each request, which have come."""
+        count = len(chain.tracks)
+        steps = graphs.read(chain.buffer, chain.steps, count)
         return [[(tokens[row], chances[row]) for tokens, chances in steps] for row in range(count)]
+
+    def _note_seconds(self, chain: Chain) -> None:
+        """Note what a step of a chain took."""
+        assert self.graphs
+        chain.seconds = self.graphs.stopwatches[chain.buffer].seconds
+        self.step_seconds.note(len(chain.tracks).bit_length(), chain.seconds / chain.steps)
 
     def _leave_unread(self, chain: Chain) -> None:
         """Name the drafts of a chain by ids that stand for them."""
         assert self.tables
-        self._unread[chain.half] = chain
+        self._unread[chain.buffer] = chain
         for column, track in enumerate(chain.tracks):
             assert track.task
-            first, count = chain.half * MAX_DRAFTS, min(chain.steps, track.task.limit)
+            first, count = chain.buffer * MAX_DRAFTS, min(chain.steps, track.task.limit)
             track.unread = [self.tables.unread(first + place, column) for place in range(count)]
 
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:

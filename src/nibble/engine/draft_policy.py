@@ -207,6 +207,21 @@ class Gain:
 
 
 @dataclass(slots=True)
+class LaunchedStep:
+    """A step without prompts that was launched."""
+
+    requests: int
+    drafts: int
+    """Of each."""
+    time: float
+    """When, and that its drafts were drawn."""
+    drafting: float
+    """Seconds that drafting had taken."""
+    waited: bool
+    """Whether the step before it was read first."""
+
+
+@dataclass(slots=True)
 class DraftPolicy:
     """Decides for each step whether it has drafts."""
 
@@ -227,9 +242,8 @@ class DraftPolicy:
     _num_choices: int = 0
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
-    _last: tuple[int, int, float, float] | None = None
-    """Requests of the step launched last, drafts of each, when that was, and what drafting had taken; None after one
-    with prompts."""
+    _last: LaunchedStep | None = None
+    """The step launched last; None after one with prompts."""
     _is_drawn: bool = False
     """Whether it is known what drawing took that was launched with it."""
     _is_steady: bool = False
@@ -270,10 +284,11 @@ class DraftPolicy:
         """Note what the drafts took of the step that was launched last, before they were drawn."""
         # Once, however many requests it has.
         if self._last and not self._is_drawn:
-            requests, drafts, then, of_drafts = self._last
             # The host's part is known already, and the device drew meanwhile.
-            more = max(seconds - of_drafts, 0.0)
-            self._last, self._is_drawn = (requests, drafts, then + more, of_drafts + more), True
+            more = max(seconds - self._last.drafting, 0.0)
+            self._last.time += more
+            self._last.drafting += more
+            self._is_drawn = True
 
     def token_seconds(self, requests: int) -> float | None:
         """Return what a token of an answer takes now, where so many requests decode; None where that is not known."""
@@ -378,8 +393,8 @@ class DraftPolicy:
         """
         self._note_try(drafts)
         self._note_last(now, waited)
-        self._is_steady = self._last is not None and not self._last[1] and not drafts
-        self._last, self._drafting = (requests, drafts, now, self._drafting), 0.0
+        self._is_steady = self._last is not None and not self._last.drafts and not drafts
+        self._last, self._drafting = LaunchedStep(requests, drafts, now, self._drafting, waited), 0.0
         self._is_drawn = False
 
     def interrupted(self, now: float | None = None, *, waited: bool = True) -> None:
@@ -398,12 +413,13 @@ class DraftPolicy:
         """Note what the step launched last took."""
         if not self._last:
             return
-        before, had_drafts, then, of_drafts = self._last
+        before, had_drafts, of_drafts = self._last.requests, self._last.drafts, self._last.drafting
         # What was drafted since is the new step's.
-        seconds = now - then - self._drafting
+        seconds = now - self._last.time - self._drafting
         # A step without that the next one waited for took longer, and not by its own fault. Behind one of another kind
-        # the time is that one's, as the next is launched when it ends.
-        if had_drafts or (self._is_steady and not waited):
+        # the time is that one's, as the next is launched when it ends. Of steps with drafts either all wait for the one
+        # before or none does: between one that does and one that does not lies no step's time.
+        if self._last.waited is waited if had_drafts else self._is_steady and not waited:
             self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
             self.verify_times.note(before, had_drafts, seconds)
         self._rate = self._rates.setdefault(before.bit_length(), Rate())

@@ -12,7 +12,7 @@ are the last. Those that follow are decode steps.
 
 A chain may be launched before the host has read which of the last drafts count: how many rows are new, and their
 tokens, the first step then takes from what the step that verifies those leaves on the device. So there are two chains
-at a time that the host has not read, and each has a half of what they are drawn into.
+at a time that the host has not read, and two buffers that they are drawn into.
 
 Shape suffixes: T tokens of a step, B requests, L rows of each, S rows that are sampled, H hidden size, V vocabulary,
 N hidden states that can wait.
@@ -141,7 +141,7 @@ class NewRows:
     start: int
     ids: list[int]
     """Empty where the host does not know yet which they are, and how many."""
-    link: int = 0
+    target_row: int = 0
     """Then, the request's row of the model's page tables."""
 
 
@@ -218,10 +218,10 @@ class DraftGraphs(Graphs):
         }
 
     def num_inputs(self, size: tuple[int, int]) -> int:
-        """Return the inputs of a first step: as VerifyInputs has them, slots of waiting states, and links."""
+        """Return the inputs of a first step: as VerifyInputs has them, slots, and rows of the model's page tables."""
         return super().num_inputs(size) + 2 * size[0]
 
-    def links_at(self, size: tuple[int, int]) -> int:
+    def target_rows_at(self, size: tuple[int, int]) -> int:
         """Return where it lies in the inputs which row of the page tables each request has in the model's."""
         return super().num_inputs(size) + size[0]
 
@@ -259,9 +259,9 @@ class DraftGraphs(Graphs):
     @torch.inference_mode()
     def begin(self, runner: ModelRunner, size: tuple[int, int], _: Graphs) -> None:
         """Compute the first step of a chain, from buffer to buffer; graphs record this."""
-        first, has_links = super().num_inputs(size), self._forward.verified is not None
+        first, has_targets = super().num_inputs(size), self._forward.verified is not None
         # Where the step finds them once it has copied them.
-        there = self.settled if has_links else self.verify_inputs.on_device[self.verify_inputs.HEADER :]
+        there = self.settled if has_targets else self.verify_inputs.on_device[self.verify_inputs.HEADER :]
         inputs, slots_B = VerifyInputs.of(there, *size), there[first : first + size[0]]
         self._forward.input_states = partial(self._forward.waiting.at, slots_B)
         runner._verify(size, self)
@@ -306,7 +306,7 @@ class DraftGraphs(Graphs):
                 *ids, *padding * length,
                 *[0] * (requests * length),
                 *[one.slot for one in new], *padding,
-                *[one.link for one in new], *padding,
+                *[one.target_row for one in new], *padding,
             ]
         )  # fmt: skip
         with tables.sending():
@@ -318,9 +318,9 @@ class DraftGraphs(Graphs):
         """Compute the step that follows for so many requests."""
         self.replay(next(size for size in self.sizes if size >= requests))
 
-    def keep(self, half: int, step: int, drafts_R: Tensor | None = None) -> None:
+    def keep(self, buffer: int, step: int, drafts_R: Tensor | None = None) -> None:
         """Let the host have what a step of a chain has drawn, and the step that verifies it, by drafts_R."""
-        self.drawn[half, step].copy_(self.inputs[2:], non_blocking=True)
+        self.drawn[buffer, step].copy_(self.inputs[2:], non_blocking=True)
         if drafts_R is not None:
             count = min(len(drafts_R), self.inputs.shape[1])
             drafts_R[:count].copy_(self.inputs[2, :count])
@@ -330,8 +330,8 @@ class DraftGraphs(Graphs):
         if self.inputs.is_cuda:
             torch.cuda.current_stream(self.inputs.device).synchronize()
 
-    def read(self, half: int, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
+    def read(self, buffer: int, steps: int, requests: int) -> list[tuple[list[int], list[float]]]:
         """Return the tokens and chances of each step of a chain, which have come."""
-        both = self._drawn_tokens[half], self._drawn_chances[half]
+        both = self._drawn_tokens[buffer], self._drawn_chances[buffer]
         tokens, chances = (drawn[:steps, :requests].tolist() for drawn in both)
         return list(zip(tokens, chances, strict=True))

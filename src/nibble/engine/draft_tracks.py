@@ -20,7 +20,7 @@ class Chain:
 
     tracks: Sequence[Track]
     steps: int
-    half: int = 0
+    buffer: int = 0
     """Of what chains are drawn into."""
     is_ahead: bool = False
     """Whether it was launched before the host knew the tokens that it begins with."""
@@ -64,7 +64,7 @@ class Track(Draft):
     def waits_for(self, item: ScheduledRequest) -> bool:
         """Return whether the rows that are not computed are those of a step in flight."""
         is_next = self.start == item.start and self.end == item.end
-        return is_next and self.slot is not None and self.states is None
+        return is_next and self.slot is not None and self.states is None and not self.is_lost
 
     def follow(self) -> None:
         """Add what is new of the request to the twin: its tokens only grow."""

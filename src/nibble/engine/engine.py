@@ -25,7 +25,7 @@ from nibble.engine.following import (
     can_run_ahead,
     follow,
     follow_unread,
-    reserve_ahead,
+    reserve_unread,
     room_ahead,
 )
 from nibble.engine.in_flight import Gains, InFlightStep, by_request, sample, score_prompts, scored
@@ -307,21 +307,24 @@ class Engine:
         return self.scheduler.schedule(self._drafts())
 
     def _follow(self) -> Batch | None:
-        """Return the batch of the step behind one whose tokens the host needs, or the device.
+        """Return the batch of the step behind one whose tokens it needs: mostly of the same requests.
 
-        Where the host needs them, the device waits for it. Where the batch has the same requests, what does not depend
-        on their tokens is done before these are known, and what was computed is stored once it is launched.
+        Where the device knows how it goes on, that one is not read yet. Else the device waits for the host. So what
+        does not depend on the tokens is done before these are known, and what was computed is stored once it is
+        launched.
         """
         step = self._in_flight[0]
         if self._unstored or not can_follow(self.scheduler, step.batch):
             return self._next(waits=True)
         speculation, tasks = self.speculation, list[DraftTask]()
         if speculation:
-            is_ahead = speculation.head is not None and can_run_ahead(self.runner, step.batch)
+            is_ahead = speculation.leaves_unread and can_run_ahead(self.scheduler, self.runner, step.batch)
             room = partial(room_ahead, self.scheduler) if is_ahead else self.scheduler.draft_room
             tasks = speculation.tasks(self.scheduler.running, room)
             if is_ahead and (batch := self._follow_unread(step.batch, tasks)):
                 return batch
+            if is_ahead:  # there is more room where it is known what the step brings
+                tasks = speculation.tasks(self.scheduler.running, self.scheduler.draft_room, again=True)
         gains = self._read_oldest()
         if gains is None:
             return self._next(waits=True)
@@ -341,7 +344,7 @@ class Engine:
             return None
         if graphs.verify_size(len(before.scheduled), 1 + max(lengths.values())) is None:
             return None
-        if not reserve_ahead(self.scheduler, before, lengths):
+        if not reserve_unread(self.scheduler, before, lengths):
             return None
         drafts = self.speculation.draft_ahead(tasks, before)
         return follow_unread(self.scheduler, before, drafts) if drafts else None

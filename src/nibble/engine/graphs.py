@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.planner.plan import MIN_ROWS
+from nibble.engine.page_tables import PageTables
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
 from nibble.kernels.step_inputs import Verified, settle_inputs
@@ -119,11 +120,16 @@ class Graphs:
         total = inputs.HEADER + count
         settled = self.settled[:count]
         settle_inputs(
-            inputs.on_device[:total], inputs.sent_ahead[:total], settled, size, self.links_at(size), verified
+            inputs.on_device[:total],
+            inputs.sent_ahead[:total],
+            settled,
+            size,
+            self.target_rows_at(size),
+            verified,
         )
         return settled
 
-    def links_at(self, size: tuple[int, int]) -> int:
+    def target_rows_at(self, size: tuple[int, int]) -> int:
         """Return where it lies in the inputs which row of the page tables each request has in the model's."""
         return 0
 
@@ -161,6 +167,11 @@ class Graphs:
             # Positions must be -1, as in padding, since 0 is a real token's position.
             self.decode_inputs(size)[1].fill_(-1)
             self._record_one(size, partial(decode, size, self), f"decode step of {size} requests")
+
+    def compile_accept(self, tables: PageTables) -> None:
+        """Compile what notes which drafts count, where that is noted, by requests without tokens."""
+        if tables.verified and self.verify_sizes:
+            VerifyInputs.of(self.settled, *self.verify_sizes[0]).accept(self.rows, tables)
 
     def _record_one(self, size: int | tuple[int, int], run: Callable[[], None], name: str) -> None:
         try:

@@ -166,6 +166,7 @@ class ModelRunner:
         # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
         size, followers = None if every else self._recorded_size(scheduled, probe), self.followers
+        assert size or not is_ahead(scheduled), "only a recorded step finds out where its requests begin"
         if followers and self.books:
             by_rank = (
                 recorded_numbers_by_rank(self.books, scheduled, size)
@@ -411,10 +412,10 @@ class ModelRunner:
         """Tell the device of new pages of leases before the step that needs them, where this rank alone computes it."""
         if self.followers:
             return
-        for lease in leases:
-            self.tables.row(lease)
         packed = PackedInts()
         with self.tables.sending():
+            for lease in leases:
+                self.tables.row(lease)
             updates = self.tables.pack_updates(packed)
             if updates.any_pages:
                 self.tables.apply_updates(self.tables.send(packed), updates)
@@ -462,9 +463,7 @@ class ModelRunner:
             self.followers.record(graphs.sizes, graphs.verify_sizes, captured=graphs.is_captured)
         graphs.num_ranks = self.rows.group.size if self.rows else 1
         graphs.record(self._decode, self._verify)
-        if self.tables.verified and graphs.verify_sizes:
-            # So that what it compiles is there: of requests without tokens.
-            VerifyInputs.of(graphs.settled, *graphs.verify_sizes[0]).accept(graphs.rows, self.tables)
+        graphs.compile_accept(self.tables)
         self.graphs = graphs
 
     def _replay_numbers(self, scheduled: Sequence[ScheduledRequest], size: int) -> StepNumbers:
@@ -562,12 +561,13 @@ class ModelRunner:
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
         inputs, of_sampled, state_rows = numbers.inputs
-        self.tables.send_inputs(
+        ints = self.tables.send_inputs(
             numbers.ints, inputs, graphs.verify_inputs, numbers.updates, is_ahead=numbers.is_ahead
         )
         graphs.replay(size)
         self.verified_size = size if self.tables.verified and not self.rows else None
-        ints = self.tables.on_host(numbers.ints)
+        if ints is None:
+            ints = self.tables.on_host(numbers.ints)
         self._note_rows(ints, numbers, ints[of_sampled])
         self.hidden_states = None
         if graphs.states is not None:

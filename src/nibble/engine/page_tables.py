@@ -129,7 +129,7 @@ class PageTables:
         """Return the id that stands for a draft that the device has in drafts_KR."""
         return ON_DEVICE - 1 - place * len(self.latest_R) - column
 
-    def half_of(self, unread: int) -> int:
+    def buffer_of(self, unread: int) -> int:
         """Return which of two steps a draft is of, by the id that stands for it."""
         return (ON_DEVICE - 1 - unread) // len(self.latest_R) // MAX_DRAFTS
 
@@ -138,7 +138,7 @@ class PageTables:
         """Return counts [S] to which what is stored of leases is added, which the host does not know."""
         assert self.verified
         rows_S, counts_S = (
-            to_device(x, torch.int64, self.device) for x in ([self.row(one) for one in leases], [*counts])
+            to_device(x, torch.int64, self.device) for x in ([self.row_of(one) for one in leases], [*counts])
         )
         return self.verified.stored_R[rows_S] + counts_S
 
@@ -155,6 +155,10 @@ class PageTables:
         """Return what a recorded step looks up."""
         exact_RN = self.exact.table_RN if self.exact else None
         return Tables(self.table_RN, self.latest_R, exact_RN, page_size, self.drafts_KR)
+
+    def row_of(self, lease: Lease) -> int:
+        """Return the row of a lease that has one."""
+        return self._rows[lease]
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""
@@ -236,8 +240,10 @@ class PageTables:
         updates: SentUpdates,
         *,
         is_ahead: bool = False,
-    ) -> None:
+    ) -> Tensor | None:
         """Put a recorded step's inputs where it copies them from, and write what was added into the tables.
+
+        Return the integers on the device, where they were sent there.
 
         Args:
             packed: the integers of the step.
@@ -253,6 +259,7 @@ class PageTables:
             host_inputs.write_ahead(sent[inputs])
         else:
             packed.write(inputs, host_inputs)
+        return sent
 
     def on_host(self, packed: PackedInts) -> Tensor:
         """Return the integers of a step in memory from where a copy to the device waits for nothing."""

@@ -125,7 +125,9 @@ def rehearse_graphs(
         run()
         return run
 
-    Graphs(powers, runner.device, run_once, verify_sizes).record(runner._decode, runner._verify)
+    graphs = Graphs(powers, runner.device, run_once, verify_sizes)
+    graphs.record(runner._decode, runner._verify)
+    graphs.compile_accept(runner.tables)
 
 
 def mark_of(runner: ModelRunner, budget: MemoryPlan, *others: Hashable) -> Path:

@@ -191,7 +191,7 @@ class ScheduledRequest:
     """The first position whose KV is written to pages. Those before it are replayed for their exact copies."""
     drafts: tuple[int, ...] = ()
     """The last ones of the tokens, which may be taken back."""
-    slack: int = 0
+    max_rejected: int = 0
     """How much less `start` may turn out to be: it is launched before the drafts of the step before are read."""
 
     @classmethod
@@ -238,7 +238,7 @@ class ScheduledRequest:
     def settle(self, start: int) -> None:
         """Note where it starts."""
         self.start = self.write_from = start
-        self.slack = 0
+        self.max_rejected = 0
 
     @property
     def end(self) -> int:
@@ -248,7 +248,7 @@ class ScheduledRequest:
 
 def is_ahead(scheduled: Iterable[ScheduledRequest]) -> bool:
     """Return whether a step is launched before it is known where its requests begin."""
-    return any(item.slack for item in scheduled)
+    return any(item.max_rejected for item in scheduled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,8 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
+    _last_choice: int | None = field(default=None, init=False)
+    """The same of the step before."""
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
@@ -200,13 +202,26 @@ class Speculation:
         return self.draft(self.tasks(requests, room, others))
 
     def tasks(
-        self, requests: Iterable[Request], room: Callable[[Request], int], others: int = 0
+        self,
+        requests: Iterable[Request],
+        room: Callable[[Request], int],
+        others: int = 0,
+        *,
+        again: bool = False,
     ) -> list[DraftTask]:
         """Return for whom to draft how many tokens in the next step; see propose().
 
-        Of the requests a step may be in flight, which must have ended before the drafter is asked.
+        Of the requests a step may be in flight, which must have ended before the drafter is asked by draft().
+
+        Args:
+            requests: that decode.
+            room: returns the most tokens that may be drafted for one.
+            others: requests that decode too.
+            again: for the same step, of which is decided how many there are.
         """
         self.settle()
+        if again:
+            self._num_drafts = self._last_choice
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
@@ -297,20 +312,30 @@ class Speculation:
                 self._note_error(error)
 
     def drafts_of(self, item: ScheduledRequest) -> Sequence[int]:
-        """Return the drafts of a step that has ended, also of those that the host did not know before."""
+        """Return the drafts of a step that has ended, also of those that the host did not know before.
+
+        Raises:
+            Exception: they cannot be read, and the device has gone on from those that count.
+        """
         if self.head is None or not self._is_unread(item.drafts):
             return item.drafts
         try:
             drafts = self.head.read(item.request, item.drafts)
-            self.policy.drafted_unread(self.head.unread_seconds)
-        except Exception as error:  # none of them counts, which costs time and never an answer
+        except Exception as error:
+            if item.request.in_flight is not item:
+                raise
+            # None of them counts, which costs time and never an answer.
             self._note_error(error)
             return ()
+        try:
+            self.policy.drafted_unread(self.head.note_read(item.request, item.drafts))
+        except Exception as error:
+            self._note_error(error)
         return self._usable(item.request, drafts)
 
     def _is_unread(self, drafts: Sequence[int]) -> bool:
         """Return whether ids stand for drafts that only the device knows (PageTables.unread)."""
-        return bool(self.head and self.head.tables and drafts) and max(drafts) < 0
+        return bool(self.leaves_unread and drafts) and max(drafts) < 0
 
     def _proposed(self, tasks: Sequence[DraftTask]) -> Sequence[Sequence[int]]:
         """Return what the drafter proposes: nothing where it fails, which may cost drafts and never an answer."""
@@ -326,6 +351,11 @@ class Speculation:
         if text != self._last_error:
             log.warning("%s fails, and answers go on without its drafts (%s)", self.name, text)
         self._last_error = text
+
+    @property
+    def leaves_unread(self) -> bool:
+        """Return whether steps verify drafts before the host has read them."""
+        return self.head is not None and self.head.tables is not None
 
     @property
     def chooses(self) -> bool:
@@ -355,6 +385,7 @@ class Speculation:
                 left -= length
         if lengths and self.chooses:
             num_drafts = self._choose(running, lengths) if num_drafts is None else num_drafts
+            self._last_choice = num_drafts
             lengths = {one: min(length, num_drafts) for one, length in lengths.items() if num_drafts}
         return lengths
 

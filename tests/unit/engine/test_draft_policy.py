@@ -444,3 +444,34 @@ def test_drawing_that_is_known_late_is_no_part_of_verification(
         now += period
     assert policy.times.get(4, 3) == pytest.approx(period)
     assert policy.verify_times.get(4, 3) == pytest.approx(period - max(drawing, host))
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 100])
+def test_steps_that_run_ahead_are_measured_as_those_that_wait(every: int) -> None:
+    """Whatever lies between a launch that waited for the step before and one that did not is no step's time."""
+    drawing, verification, host = 3.0, 7.0, 1.0
+    policy, launches = DraftPolicy(), 60
+    ends, now, is_read = list[float](), 0.0, -1
+    for step in range(launches):
+        waited = step % every == 0
+
+        def read(upto: int) -> None:
+            nonlocal is_read, now
+            while is_read < upto:
+                is_read += 1
+                now = max(now, ends[is_read])
+                policy.drafted_unread(drawing)
+
+        if waited:
+            read(step - 1)
+            now += host
+        begins = max(now, ends[-1] if ends else 0.0)
+        policy.launched(4, 3, now, waited=waited)
+        ends.append(begins + drawing + verification)
+        if not waited:
+            read(step - 1)
+    if every == 2:  # they take turns, and nothing is known
+        assert policy.times.get(4, 3) is None
+    else:
+        assert policy.times.get(4, 3) == pytest.approx(drawing + verification)
+        assert policy.verify_times.get(4, 3) == pytest.approx(verification)

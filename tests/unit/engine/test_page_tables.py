@@ -74,10 +74,10 @@ def test_what_device_and_host_know_together() -> None:
     for number, lease in enumerate(leases):
         tables.verified.stored_R[tables.row(lease)] = 100 * number
     assert tables.counts_behind([leases[1], leases[0], leases[1]], [1, -2, 3]).tolist() == [101, -2, 103]
-    for half, place, column in ((0, 0, 0), (0, MAX_DRAFTS - 1, 3), (1, 0, 0), (1, MAX_DRAFTS - 1, 3)):
-        unread = tables.unread(half * MAX_DRAFTS + place, column)
-        assert tables.half_of(unread) == half
-        tables.drafts_KR[half * MAX_DRAFTS + place, column] = 77
+    for buffer, place, column in ((0, 0, 0), (0, MAX_DRAFTS - 1, 3), (1, 0, 0), (1, MAX_DRAFTS - 1, 3)):
+        unread = tables.unread(buffer * MAX_DRAFTS + place, column)
+        assert tables.buffer_of(unread) == buffer
+        tables.drafts_KR[buffer * MAX_DRAFTS + place, column] = 77
         assert tables.resolve_ids(torch.tensor([unread]), torch.tensor([0])).tolist() == [77]
 
 

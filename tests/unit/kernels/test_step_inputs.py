@@ -103,13 +103,13 @@ def test_what_the_host_did_not_know_is_filled_in(length: int, others: int, is_ah
     newer, older = torch.zeros(2, header + count, dtype=torch.int64, device=DEVICE)
     newer[header:], newer[0] = torch.tensor(numbers), 9
     older[header:], older[0] = -3, 8
-    links_at = requests * (3 + 2 * length) if others else 0
+    target_rows_at = requests * (3 + 2 * length) if others else 0
     used = links if others else rows
     made = []
     for module in (fast, naive):
         settled = torch.full((count,), -99, device=DEVICE)
         both = (older, newer) if is_ahead else (newer, older)
-        module.settle_inputs(*both, settled, (requests, length), links_at, _verified(7, 16))
+        module.settle_inputs(*both, settled, (requests, length), target_rows_at, _verified(7, 16))
         made.append(settled.tolist())
     assert made[0] == made[1]
     gained = 1 + used[2] % 3

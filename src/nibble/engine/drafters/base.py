@@ -21,7 +21,7 @@ class DraftTask:
     """A request that may be drafted for."""
 
     request: Request
-    """Its token_ids are all known; they have only grown since the last task of the same request."""
+    """Its token_ids have only grown since the last task of the same request. All are known, but in propose_ahead()."""
     limit: int
     """Most tokens to propose, at least 1."""
     token_seconds: float | None = None
@@ -65,17 +65,16 @@ class HeadDrafter(Drafter, Protocol):
     tables: PageTables | None
     """Of the model, where it may leave them unread."""
 
-    @property
-    def unread_seconds(self) -> float:
-        """Return what drawing those took that were verified last, once they were read."""
-        ...
-
     def propose_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> Sequence[Sequence[int]] | None:
         """Propose for some requests of the step in flight before the host knows what that brings; None: it cannot."""
         ...
 
     def read(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
         """Return the values of drafts that only the device knew; the step that verified them has ended."""
+        ...
+
+    def note_read(self, request: Request, drafts: Sequence[int]) -> float:
+        """Learn from drafts that were read; return the seconds that drawing all of the step took."""
         ...
 
     def observe(self, batch: Batch, states_TX: Any) -> None:

@@ -74,7 +74,7 @@ def settle_inputs(
     sent_ahead: Tensor,
     settled: Tensor,
     size: tuple[int, int],
-    links_at: int,
+    target_rows_at: int,
     verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know.
@@ -86,10 +86,10 @@ def settle_inputs(
         sent_ahead: others, of the same shape.
         settled: where the newer ones go, without the header.
         size: requests and rows of each.
-        links_at: where it lies in `settled` which row of `verified` is each request's.
+        target_rows_at: where it lies in `settled` which row of `verified` is each request's.
         verified: what the step before brought.
     """
-    arguments = copied, sent_ahead, settled, size, links_at, verified
+    arguments = copied, sent_ahead, settled, size, target_rows_at, verified
     if copied.is_cuda and triton_present():
         from nibble.kernels.step_inputs import triton as fast
 

@@ -149,7 +149,7 @@ def settle_inputs(
     sent_ahead: Tensor,
     settled: Tensor,
     size: tuple[int, int],
-    links_at: int,
+    target_rows_at: int,
     verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
@@ -158,12 +158,12 @@ def settle_inputs(
     settled.copy_(newer)
     ends_B, new_B = settled[requests : 2 * requests], settled[2 * requests : 3 * requests]
     ids_BL = settled[3 * requests :][: requests * length].view(requests, length)
-    links_B = settled[links_at : links_at + requests]
-    counts_B = verified.counts_R[links_B]
+    target_rows_B = settled[target_rows_at : target_rows_at + requests]
+    counts_B = verified.counts_R[target_rows_B]
     is_run_B = new_B < 0
-    ends_B.copy_(torch.where(ends_B < 0, verified.stored_R[links_B] - 1 - ends_B, ends_B))
+    ends_B.copy_(torch.where(ends_B < 0, verified.stored_R[target_rows_B] - 1 - ends_B, ends_B))
     places_BL = torch.arange(length, device=settled.device) - (length - counts_B[:, None])
-    runs_BL = verified.runs_RK[links_B].gather(1, places_BL.clamp(min=0))
+    runs_BL = verified.runs_RK[target_rows_B].gather(1, places_BL.clamp(min=0))
     ids_BL.copy_(torch.where(is_run_B[:, None], runs_BL, ids_BL))
     new_B.copy_(torch.where(is_run_B, counts_B, new_B))
 

@@ -20,7 +20,7 @@ from nibble.kernels.step_inputs.naive import ON_DEVICE, DraftInputs, StepInputs,
 PART = 512
 """Pages that a program copies."""
 MOST_REQUESTS = 256
-"""For fewer requests nothing is compiled anew."""
+"""Most requests of a step with drafts: such a step has no more tokens (drafts.verify_tokens)."""
 
 
 @triton.jit
@@ -142,9 +142,9 @@ def _newer(copied, sent_ahead, is_ahead, at, mask):
     )
 
 
-@triton.jit(do_not_specialize=["requests", "length", "links_at"])
+@triton.jit(do_not_specialize=["requests", "length", "target_rows_at"])
 def settle_inputs_kernel(
-    copied, sent_ahead, settled, stored, counts, runs, requests, length, links_at,
+    copied, sent_ahead, settled, stored, counts, runs, requests, length, target_rows_at,
     OTHERS: tl.constexpr, HEADER: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the inputs of a request. Grid: requests."""
@@ -154,19 +154,19 @@ def settle_inputs_kernel(
     copied += HEADER
     sent_ahead += HEADER
     end_at, new_at = requests + request, 2 * requests + request
-    link = _newer(copied, sent_ahead, is_ahead, links_at + request, live)
+    target_row = _newer(copied, sent_ahead, is_ahead, target_rows_at + request, live)
     end, new = (
         _newer(copied, sent_ahead, is_ahead, end_at, live),
         _newer(copied, sent_ahead, is_ahead, new_at, live),
     )
-    count = tl.load(counts + link)
+    count = tl.load(counts + target_row)
     tl.store(settled + request, _newer(copied, sent_ahead, is_ahead, request, live))
-    tl.store(settled + end_at, tl.where(end < 0, tl.load(stored + link) - 1 - end, end))
+    tl.store(settled + end_at, tl.where(end < 0, tl.load(stored + target_row) - 1 - end, end))
     tl.store(settled + new_at, tl.where(new < 0, count, new))
     id_at = 3 * requests + request * length + i
     ids = _newer(copied, sent_ahead, is_ahead, id_at, has_row)
     place = tl.maximum(i - (length - count), 0)
-    run = tl.load(runs + link * K + place, mask=has_row, other=0)
+    run = tl.load(runs + target_row * K + place, mask=has_row, other=0)
     tl.store(settled + id_at, tl.where(new < 0, run, ids), mask=has_row)
     # Behind the ids: as many rows of logits, and others of which each request has one.
     row_at = id_at + requests * length
@@ -181,15 +181,16 @@ def settle_inputs(
     sent_ahead: Tensor,
     settled: Tensor,
     size: tuple[int, int],
-    links_at: int,
+    target_rows_at: int,
     verified: Verified,
 ) -> None:
     """Choose the newer inputs of a step with drafts, and fill in what the host did not know; see the package."""
     (requests, length), options = size, launch_options(gpu_of(copied.device))
     others = len(settled) // requests - 3 - 2 * length
     settle_inputs_kernel[(requests,)](
-        copied, sent_ahead, settled, verified.stored_R, verified.counts_R, verified.runs_RK, requests, length, links_at,
-        others, len(sent_ahead) - len(settled), verified.runs_RK.shape[1], bool(options), num_warps=1, **options,
+        copied, sent_ahead, settled, verified.stored_R, verified.counts_R, verified.runs_RK, requests, length,
+        target_rows_at, others, len(sent_ahead) - len(settled), verified.runs_RK.shape[1], bool(options),
+        num_warps=1, **options,
     )  # fmt: skip
 
 
@@ -223,9 +224,10 @@ def accept(
 ) -> None:  # fmt: skip
     """Note what requests gained by a step with drafts; see the package."""
     requests, length = ids_BL.shape
+    assert requests <= MOST_REQUESTS, f"{requests} requests"
     accept_kernel[(requests,)](
         rows_B, ends_B, new_B, ids_BL, tokens_S, verified.latest_R, verified.stored_R, verified.counts_R,
-        verified.runs_RK, drafts_KR, length, max(next_power_of_2(requests), MOST_REQUESTS), verified.runs_RK.shape[1],
+        verified.runs_RK, drafts_KR, length, MOST_REQUESTS, verified.runs_RK.shape[1],
         ON_DEVICE, num_warps=1,
     )  # fmt: skip
 
