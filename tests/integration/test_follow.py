@@ -17,7 +17,14 @@ from nibble import SamplingParams
 from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
 from nibble.cache.states import StateSlots
-from nibble.engine.following import can_follow, follow, follow_unread, reserve_unread, room_ahead
+from nibble.engine.following import (
+    can_follow,
+    follow,
+    follow_unread,
+    reserve_unread,
+    room_ahead,
+    unfinished,
+)
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.scheduler import Scheduler, order_of
 from nibble.engine.speculative import accepted_run
@@ -122,7 +129,7 @@ class Following:
         scheduler, (before, gained) = self.scheduler, flight
         lengths = {
             item.request: min(self.dice.randrange(MOST_DRAFTS + 1), room_ahead(scheduler, item.request))
-            for item in before.scheduled
+            for item in unfinished(before)
         }
         if not reserve_unread(scheduler, before, lengths):
             return False
@@ -172,9 +179,9 @@ class Following:
         flight = flight and self.read(flight)
         if flight and can_follow(scheduler, flight[0]):
             ended = scheduler.add_tokens(*flight)
-            live = [item.request for item in flight[0].scheduled if item.request not in ended]
+            live = [request for request in scheduler.running if request not in ended]
             drafts = self.drafts(live)
-            batch = follow(scheduler, flight[0], drafts, ended)
+            batch = follow(scheduler, drafts, ended)
             if batch is None or self.dice.random() < self.breaks:
                 scheduler.store(*flight, ended)
                 batch = scheduler.schedule(drafts)

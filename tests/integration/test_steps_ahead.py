@@ -168,6 +168,32 @@ def test_requests_come_and_go(params: dict[str, Any], plain: Any, ahead: Any) ->
     head_of(llm).manager.check_integrity()
 
 
+def test_an_end_does_not_stop_the_others(plain: Any, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody knew of, by a token or an abort: the next step runs ahead as well."""
+    expected = answers(plain(), MANY, **LONG)
+    params = [
+        SamplingParams(
+            **LONG, stop_token_ids=list(one.token_ids[12:13]) if n in {1, 2} else [], ignore_eos=True
+        )
+        for n, one in enumerate(expected)
+    ]
+    shorter = [out.completions[0] for out in plain().generate(MANY, params)]
+    assert {len(one.token_ids) for one in shorter} > {LONG["max_tokens"]}
+    waited, note = list[bool](), loop.Engine._note_launch
+
+    def noted(self: Any, batch: Any, has_waited: bool) -> None:
+        if batch and all(item.phase.decodes for item in batch.scheduled):
+            waited.append(has_waited)
+        note(self, batch, has_waited)
+
+    monkeypatch.setattr(loop.Engine, "_note_launch", noted)
+    llm = ahead()
+    with overheard(known(MANY, expected)):
+        same([out.completions[0] for out in llm.generate(MANY, params)], shorter, 1e-4)
+    # The first one, those near the ends that are known, and none between.
+    assert sum(waited[1:-6]) == 0 and len(waited) > 12, waited
+
+
 def test_no_more_steps_near_the_ends(plain: Any, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step may bring less than the host takes it to, drafts are not cut short for that."""
     for prompts in (MANY[:1], MANY):

@@ -39,6 +39,7 @@ from nibble.engine.draft_books import DraftBooks, chunk, ended
 from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
 from nibble.engine.draft_tracks import Chain, Track
 from nibble.engine.drafters.base import DraftTask
+from nibble.engine.following import unfinished
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PageTables
 from nibble.engine.request import Batch, Request, ScheduledRequest, is_ahead
@@ -124,6 +125,7 @@ class DraftHead(DraftBooks):
         """Let hidden states of a step wait whose beginnings only the device knows."""
         assert self.tables
         rows, places, leases, counts, first = list[int](), list[int](), list[Lease](), list[int](), 0
+        tracks = list[Track]()
         for item in scheduled:
             track, count = self._tracks.get(item.request), item.num_tokens
             if track and not track.is_lost and track.slot is not None:
@@ -132,6 +134,7 @@ class DraftHead(DraftBooks):
                 leases += [item.request.lease] * count
                 counts += range(count)
                 track.unsettled = item
+                tracks.append(track)
             first += count
         if not rows:
             return
@@ -141,16 +144,18 @@ class DraftHead(DraftBooks):
             rows_T = to_device(rows, torch.int64, device)
             self.waiting.store(positions + to_device(places, torch.int64, device), states_TH[rows_T])
         except BaseException:
-            for item in scheduled:
-                self._lose(self._tracks[item.request])
+            for track in tracks:
+                self._lose(track)
             raise
 
     def _settle(self, track: Track) -> None:
         """Note what is known by now of a step that was launched before its beginning was known."""
         item, is_drafted = track.unsettled, track.is_drafted
         track.unsettled, track.is_drafted = None, False
-        # A step that was interrupted is made again.
-        if track.is_lost or item is None or item.start >= len(track.request.token_ids):
+        if track.is_lost or item is None:
+            return
+        # A step that was interrupted is made again, and nobody has settled that one.
+        if item.max_rejected or item.start >= len(track.request.token_ids):
             return
         track.follow()
         if is_drafted:
@@ -346,13 +351,10 @@ class DraftHead(DraftBooks):
             tasks: of requests of that step.
             batch: of which hidden states wait, and nothing else.
         """
-        graphs, tables, items = self.graphs, self.tables, {item.request: item for item in batch.scheduled}
+        graphs, tables, items = self.graphs, self.tables, {item.request: item for item in unfinished(batch)}
         # Also those that nothing is drafted for: hidden states of the next step come behind what is settled.
         every = {request: self._track(request) for request in items}
-        tracks, most = (
-            [every[task.request] for task in tasks],
-            max(item.num_tokens for item in batch.scheduled),
-        )
+        tracks, most = [every[task.request] for task in tasks], max(one.num_tokens for one in items.values())
         drafted = [
             every[task.request]
             for task in tasks

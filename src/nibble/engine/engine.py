@@ -331,7 +331,7 @@ class Engine:
         ended = gains.ended
         tasks = [one for one in tasks if not (one.request.is_finished or one.request in ended)]
         drafts = speculation.draft(tasks) if speculation else {}
-        next_batch = follow(self.scheduler, step.batch, drafts, ended)
+        next_batch = follow(self.scheduler, drafts, ended)
         if next_batch is None:
             self._collect(max_in_flight=0, later=True)
             next_batch = self.scheduler.schedule(drafts)

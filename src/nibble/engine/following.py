@@ -18,7 +18,7 @@ from nibble.errors import OutOfPages
 
 
 def can_follow(scheduler: Scheduler, batch: Batch) -> bool:
-    """Return whether the next step may have the same requests as `batch`, whatever that samples.
+    """Return whether the next step may have the same requests as `batch`, but for those that end, whatever it samples.
 
     Waiting requests that can run are admitted, and then it cannot.
     """
@@ -26,22 +26,22 @@ def can_follow(scheduler: Scheduler, batch: Batch) -> bool:
     if scheduler.manager.residency or not all(item.phase.decodes for item in batch.scheduled):
         return False
     scheduler.admit()
-    return len(batch.scheduled) == len(scheduler.running) and all(
-        item.request.in_flight is item for item in batch.scheduled
-    )
+    live = unfinished(batch)
+    return 0 < len(live) == len(scheduler.running) and all(item.request.in_flight is item for item in live)
+
+
+def unfinished(batch: Batch) -> list[ScheduledRequest]:
+    """Return what is in flight of requests that have not ended since it was launched."""
+    return [item for item in batch.scheduled if not item.request.is_finished]
 
 
 def follow(
-    scheduler: Scheduler,
-    batch: Batch,
-    drafts: Mapping[Request, tuple[int, ...]],
-    ended: Collection[Request] = (),
+    scheduler: Scheduler, drafts: Mapping[Request, tuple[int, ...]], ended: Collection[Request] = ()
 ) -> Batch | None:
     """Return the next step of the same requests, behind one whose tokens are added and which is not stored.
 
     Args:
-        scheduler: of the requests.
-        batch: the only one in flight, of which can_follow() is true.
+        scheduler: of the requests; of the step in flight can_follow() is true.
         drafts: tokens that may follow those of requests.
         ended: requests that end with it.
 
@@ -50,7 +50,7 @@ def follow(
         schedule() as ever.
     """
     going = [request for request in scheduler.running if request not in ended]
-    if scheduler.waiting and len(going) < len(batch.scheduled):
+    if scheduler.waiting and len(going) < len(scheduler.running):
         return None
     room, scheduled = scheduler.token_budget - len(going), list[ScheduledRequest]()
     for request in going:
@@ -84,13 +84,12 @@ def can_run_ahead(scheduler: Scheduler, runner: ModelRunner, batch: Batch) -> bo
         return False
     if not runner.verified_size:
         return False
-    if any(_needs_tokens(item.request) for item in batch.scheduled):
+    requests = [item.request for item in unfinished(batch)]
+    if any(_needs_tokens(request) for request in requests):
         return False
-    most, num_short = max(len(item.drafts) for item in batch.scheduled), 0
-    for item in batch.scheduled:
-        likely = min(most, scheduler.draft_room(item.request))
-        num_short += room_ahead(scheduler, item.request) < likely
-    return NEAR_ENDS * num_short <= len(batch.scheduled)
+    most = max(len(item.drafts) for item in batch.scheduled)
+    num_short = sum(room_ahead(scheduler, one) < min(most, scheduler.draft_room(one)) for one in requests)
+    return NEAR_ENDS * num_short <= len(requests)
 
 
 def _needs_tokens(request: Request) -> bool:
@@ -118,7 +117,7 @@ def reserve_unread(scheduler: Scheduler, batch: Batch, lengths: Mapping[Request,
         Whether there are enough, and nobody waits for a place that becomes free.
     """
     going = _going_on(batch)
-    if scheduler.waiting and len(going) < len(batch.scheduled):
+    if scheduler.waiting and len(going) < len(scheduler.running):
         return False
     if len(going) + sum(lengths.values()) > scheduler.token_budget:
         return False
@@ -146,4 +145,4 @@ def follow_unread(scheduler: Scheduler, batch: Batch, drafts: Mapping[Request, t
 
 def _going_on(batch: Batch) -> list[ScheduledRequest]:
     """Return what is in flight of requests that do not end with it whatever it brings: a token at least."""
-    return [item for item in batch.scheduled if item.start + 2 < item.request.last_length]
+    return [item for item in unfinished(batch) if item.start + 2 < item.request.last_length]
