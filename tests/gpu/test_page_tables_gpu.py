@@ -39,7 +39,7 @@ def test_inputs_of_recorded_steps_stay() -> None:
     for step in range(12):
         packed = PackedInts()
         packed.add([7] * 3)
-        tables.send_inputs(packed, packed.add([step] * 4000), inputs, NO_UPDATES)
+        tables.send_inputs(packed, packed.add_inputs([step] * 4000), inputs, NO_UPDATES)
         graph.replay()
         inputs.note_step()
         results.append(inputs.on_device[inputs.HEADER :].clone())
@@ -69,7 +69,7 @@ def test_inputs_that_are_sent_ahead() -> None:
         packed = PackedInts()
         packed.add([7] * 3)
         ahead = step % 5 > 1
-        tables.send_inputs(packed, packed.add([step] * count), inputs, NO_UPDATES, is_ahead=ahead)
+        tables.send_inputs(packed, packed.add_inputs([step] * count), inputs, NO_UPDATES, is_ahead=ahead)
         graph.replay()
         inputs.note_step()
         results.append(settled.clone())

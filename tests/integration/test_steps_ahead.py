@@ -254,7 +254,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "asked": (DraftHead, "propose_ahead"),
     "first": (DraftGraphs, "replay_first"),
     "next": (DraftGraphs, "replay_next"),
-    "sent": (HostInputs, "write_ahead"),
+    "sent": (HostInputs, "send"),
     "begun": (PageTables, "counts_behind"),
     "sampled": (Sampler, "launch"),
     "observed": (DraftHead, "_observe_ahead"),
@@ -371,7 +371,7 @@ def _the_first_token(patch: pytest.MonkeyPatch) -> None:
 
 def _inputs_of_before(patch: pytest.MonkeyPatch) -> None:
     """A step takes the inputs that the last one had that waited."""
-    patch.setattr(HostInputs, "write_ahead", lambda self, sent: None)
+    patch.setattr(HostInputs, "send", lambda self, ints: None)
 
 
 def _one_half(patch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from nibble.cache.lease import Lease
 from nibble.cache.manager import CacheManager
 from nibble.drafts import KEPT_STATES, MAX_DRAFTS, WAITING_STATES
 from nibble.engine.draft_books import DraftBooks, chunk, ended
@@ -80,6 +79,8 @@ class DraftHead(DraftBooks):
         self._tracks: dict[Request, Track] = {}
         self.tables: PageTables | None = None
         """Of the model, where its steps take drafts from the device before the host has read them."""
+        self._numbers: tuple[tuple[int, ...], Tensor] | None = None
+        """Of the last step that was launched before its beginning was known, and the same on the device."""
         self._unread: dict[int, Chain] = {}
         """Chains that the host has not read, by their buffer."""
 
@@ -124,14 +125,14 @@ class DraftHead(DraftBooks):
     def _observe_ahead(self, scheduled: Sequence[ScheduledRequest], states_TX: Tensor) -> None:
         """Let hidden states of a step wait whose beginnings only the device knows."""
         assert self.tables
-        rows, places, leases, counts, first = list[int](), list[int](), list[Lease](), list[int](), 0
+        rows, places, of_model, counts, first = list[int](), list[int](), list[int](), list[int](), 0
         tracks = list[Track]()
         for item in scheduled:
             track, count = self._tracks.get(item.request), item.num_tokens
             if track and not track.is_lost and track.slot is not None:
                 rows += range(first, first + count)
                 places += self.waiting.places(track.slot, 0, 1) * count
-                leases += [item.request.lease] * count
+                of_model += [self.tables.row_of(item.request.lease)] * count
                 counts += range(count)
                 track.unsettled = item
                 tracks.append(track)
@@ -139,10 +140,16 @@ class DraftHead(DraftBooks):
         if not rows:
             return
         try:
-            device, states_TH = states_TX.device, self.head.combine(states_TX)
-            positions = self.tables.counts_behind(leases, counts) % WAITING_STATES
-            rows_T = to_device(rows, torch.int64, device)
-            self.waiting.store(positions + to_device(places, torch.int64, device), states_TH[rows_T])
+            states_TH, numbers = self.head.combine(states_TX), (*rows, *places, *of_model, *counts)
+            # Most steps have those of the one before.
+            if self._numbers is None or self._numbers[0] != numbers:
+                self._numbers = numbers, to_device(numbers, torch.int64, states_TH.device).view(4, -1)
+            rows_T, places_T, of_model_T, counts_T = self._numbers[1]
+            positions_T = self.tables.stored(of_model_T) + counts_T
+            is_part = len(rows) < len(states_TH)
+            self.waiting.store(
+                places_T + positions_T % WAITING_STATES, states_TH[rows_T] if is_part else states_TH
+            )
         except BaseException:
             for track in tracks:
                 self._lose(track)

@@ -298,7 +298,7 @@ class DraftGraphs(Graphs):
             ids += (one.ids[:1] or [0]) * (length - len(one.ids))
             ids += one.ids
         is_ahead = most is not None
-        inputs = packed.add(
+        inputs = packed.add_inputs(
             [
                 *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
                 *[-1 if is_ahead else one.start + len(one.ids) for one in new], *padding,

@@ -532,14 +532,10 @@ class ModelRunner:
         padding, runs_ahead = requests - len(scheduled), is_ahead(scheduled)
         new = tuple([item.num_tokens for item in scheduled])
         # Behind what is stored, which the device knows by then.
-        ends = (
-            [-1 - count for count in new]
-            if runs_ahead
-            else [item.start + item.num_tokens for item in scheduled]
-        )
+        ends = [-1 - count for count in new] if runs_ahead else [item.end for item in scheduled]
         rows_of_logits = padded_logit_rows(new, length)
         none = [0] * padding
-        inputs = packed.add(
+        inputs = packed.add_inputs(
             [
                 *rows, *[self.tables.padding_row] * padding,
                 *ends, *none,
@@ -548,30 +544,34 @@ class ModelRunner:
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
             ]
         )  # fmt: skip
-        # The step after one that has drafts takes no tokens of it; another rank's requests may have none.
-        takes = self.rows is not None or min(new) == 1
-        sampled = sampled_rows(scheduled, rows, self.tables.padding_row) if takes else ()
-        of_sampled, state_rows = packed.add(sampled), packed.add(rows_of_logits if self.has_taps else ())
+        # The step after one that has drafts takes no tokens of it; another rank's requests may have none. What accept()
+        # notes has those of all requests.
+        takes = self.rows is not None or (self.tables.verified is None and min(new) == 1)
+        of_sampled = packed.add(sampled_rows(scheduled, rows, self.tables.padding_row) if takes else ())
         return StepNumbers(
-            packed, (inputs, of_sampled, state_rows), sum(new), len(rows_of_logits),
+            packed, (inputs, of_sampled), sum(new), len(rows_of_logits),
             self._pack_updates(packed, scheduled), replay_size=size,
             state_copies=self._state_copies(scheduled), is_ahead=runs_ahead,
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
         # The device waits for this step, so that all comes after the launch that can.
-        inputs, of_sampled, state_rows = numbers.inputs
-        ints = self.tables.send_inputs(
+        inputs, of_sampled = numbers.inputs
+        self.tables.send_inputs(
             numbers.ints, inputs, graphs.verify_inputs, numbers.updates, is_ahead=numbers.is_ahead
         )
         graphs.replay(size)
         self.verified_size = size if self.tables.verified and not self.rows else None
-        if ints is None:
+        if of_sampled.start < of_sampled.stop or numbers.sampled_at or numbers.batch_rows:
             ints = self.tables.on_host(numbers.ints)
-        self._note_rows(ints, numbers, ints[of_sampled])
+            self._note_rows(ints, numbers, ints[of_sampled])
+        else:
+            self._sampled_rows_S, self._sampled_at_S, self._batch_rows_S = graphs.rows[:0], None, None
         self.hidden_states = None
         if graphs.states is not None:
-            self.hidden_states = graphs.states[ints[state_rows].to(self.device, non_blocking=True)]
+            # A head reads those of new tokens, whose logits are computed, too.
+            rows_S = VerifyInputs.of(graphs.settled, *size).logit_rows_S[: numbers.num_logits]
+            self.hidden_states = graphs.states[rows_S]
         return graphs.logits[: numbers.num_logits]
 
     @torch.inference_mode()

@@ -41,6 +41,14 @@ class PackedInts:
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(self._ints, dtype=torch.int64)
 
+    def add_inputs(self, values: Iterable[int]) -> slice:
+        """Append the inputs of a recorded step with drafts, with their header in front, and return where both lie."""
+        return self.add((*(0,) * HostInputs.HEADER, *values))
+
+    def number(self, part: slice, number: int) -> None:
+        """Give inputs their number."""
+        self._ints[part.start] = number
+
     def write(self, part: slice, to: HostInputs) -> None:
         """Write a list to where a recorded step copies it from."""
         to.write(self._ints, part)
@@ -136,11 +144,15 @@ class PageTables:
     @torch.inference_mode()
     def counts_behind(self, leases: Iterable[Lease], counts: Iterable[int]) -> Tensor:
         """Return counts [S] to which what is stored of leases is added, which the host does not know."""
-        assert self.verified
         rows_S, counts_S = (
             to_device(x, torch.int64, self.device) for x in ([self.row_of(one) for one in leases], [*counts])
         )
-        return self.verified.stored_R[rows_S] + counts_S
+        return self.stored(rows_S) + counts_S
+
+    def stored(self, rows_S: Tensor) -> Tensor:
+        """Return the stored tokens of rows that the device knows of (Verified)."""
+        assert self.verified
+        return self.verified.stored_R[rows_S]
 
     def resolve_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Return the ids of tokens, as the device knows them.
@@ -240,26 +252,23 @@ class PageTables:
         updates: SentUpdates,
         *,
         is_ahead: bool = False,
-    ) -> Tensor | None:
-        """Put a recorded step's inputs where it copies them from, and write what was added into the tables.
-
-        Return the integers on the device, where they were sent there.
+    ) -> None:
+        """Put a recorded step's inputs where it finds them, and write what was added into the tables.
 
         Args:
             packed: the integers of the step.
-            inputs: where its inputs lie.
-            host_inputs: where it copies them from.
+            inputs: where its inputs lie (PackedInts.add_inputs).
+            host_inputs: where it finds them.
             updates: of the tables.
             is_ahead: the step before may not have copied its own.
         """
-        sent = self.send(packed) if is_ahead or updates.any_pages else None
-        if sent is not None and updates.any_pages:
-            self.apply_updates(sent, updates)
-        if sent is not None and is_ahead:
-            host_inputs.write_ahead(sent[inputs])
+        packed.number(inputs, host_inputs.next_number())
+        if updates.any_pages:
+            self.apply_updates(self.send(packed), updates)
+        if is_ahead:
+            host_inputs.send(self.on_host(packed)[inputs])
         else:
             packed.write(inputs, host_inputs)
-        return sent
 
     def on_host(self, packed: PackedInts) -> Tensor:
         """Return the integers of a step in memory from where a copy to the device waits for nothing."""

@@ -87,29 +87,23 @@ class HostInputs:
         self.on_device[:total].copy_(self.on_host[:total], non_blocking=True)
         return self.on_device[self.HEADER : total]
 
+    def next_number(self) -> int:
+        """Return the number of the next inputs, which is higher than all before."""
+        self._number += 1
+        return self._number
+
     def write(self, ints: array[int], part: slice) -> None:
-        """Write a part of int64 integers to the beginning, once the last step that copies them has ended."""
-        assert 0 <= part.start <= part.stop <= len(ints) and part.stop - part.start <= self._room
+        """Write a part of int64 integers, with their header, once the last step that copies them has ended."""
+        assert 0 <= part.start <= part.stop <= len(ints) and part.stop - part.start <= len(self.on_host)
         if self._used:
             self._used.synchronize()
-        self._number += 1
         # Without the price of an operator.
         address, size = ints.buffer_info()[0], ints.itemsize
-        ctypes.c_int64.from_address(self._address).value = self._number
-        to = self._address + size * self.HEADER
-        ctypes.memmove(to, address + size * part.start, size * (part.stop - part.start))
+        ctypes.memmove(self._address, address + size * part.start, size * (part.stop - part.start))
 
-    def write_ahead(self, sent: Tensor) -> None:
-        """Take int64 integers, which are on the device, for the next step, behind all that was launched."""
-        assert len(sent) <= self._room
-        self._number += 1
-        self.sent_ahead[self.HEADER : self.HEADER + len(sent)].copy_(sent)
-        # Last: until then they are older than all others.
-        self.sent_ahead[:1].fill_(self._number)
-
-    @property
-    def _room(self) -> int:
-        return len(self.on_host) - self.HEADER
+    def send(self, ints: Tensor) -> None:
+        """Send int64 integers of the host, with their header, behind all that was launched, for the next step."""
+        self.sent_ahead[: len(ints)].copy_(ints, non_blocking=True)
 
     def note_step(self) -> None:
         """Note that a step that copies them was launched on the current stream."""

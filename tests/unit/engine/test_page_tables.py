@@ -19,7 +19,7 @@ def test_a_recorded_step_finds_its_inputs_alone() -> None:
     inputs.on_host.fill_(-1)
     packed = PackedInts()
     packed.add([1, 2, 3])
-    place = packed.add([1 << 40, -7, 5])
+    place = packed.add_inputs([1 << 40, -7, 5])
     packed.add([9])
     tables.send_inputs(packed, place, inputs, tables.pack_updates(packed))
     assert not inputs.on_device.any(), "the step itself copies them"
@@ -31,7 +31,7 @@ def test_new_pages_come_with_the_inputs() -> None:
     tables, inputs = PageTables(3, 4, CPU), HostInputs(8, CPU)
     lease = Lease(pages=[6, 8])
     row, packed = tables.row(lease), PackedInts()
-    place = packed.add([row])
+    place = packed.add_inputs([row])
     tables.send_inputs(packed, place, inputs, tables.pack_updates(packed))
     assert tables.table_RN[row, :2].tolist() == [6, 8] and inputs.copy(1)[0] == row
 
@@ -46,7 +46,7 @@ def test_inputs_that_are_sent_ahead_are_the_newer_ones() -> None:
     def send(number: int, *, ahead: bool) -> None:
         packed = PackedInts()
         packed.add([-9] * 5)
-        place = packed.add([0, number, 1, *[number] * 4])
+        place = packed.add_inputs([0, number, 1, *[number] * 4])
         tables.send_inputs(packed, place, inputs, tables.pack_updates(packed), is_ahead=ahead)
 
     def step() -> list[int]:
