@@ -11,7 +11,7 @@ own. So that a head of random weights drafts at all, it takes each of its drafts
 step; those of a head are launched before the last is read, too, and the device gets the coin's decisions. `device`:
 their graphs alone, replayed one after the other; what is missing to the whole step is the host's, and the head's.
 `host + launch`: from the tokens of a step on the host to the launch of the next, where that waits for them, and the
-launch. `a step`: with a head without the time of its recorded steps alone. `auto`: the number of drafts is left to
+launch. `a step`: with a head without the time that this has the device. `auto`: the number of drafts is left to
 Nibble. The gate is engine_gpu.py's, and logits of recorded steps with drafts against the same steps as they are
 computed without a record. Times are medians of steps, host included. On a CPU nothing is recorded, and all else runs,
 which checks the benchmark:
@@ -344,21 +344,42 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
 
 
 def head_parts(once: Callable[..., Run], drafts: int, drafter: Any) -> tuple[float, str]:
-    """Return what the recorded steps of the head take that it draws drafts with, and that in words.
+    """Return what the head takes of the device for a step, and that in words.
 
-    `, of which the head 0.770 (0.350 + 2 x 0.210)`: the first one, and those that follow.
+    `, of which the head 0.850 (0.350 + 2 x 0.210)`: to read the hidden states of a step and to draw drafts, and of that
+    its recorded steps alone, the first one and those that follow.
     """
-    sizes, graphs = list[Any](), drafter.graphs
+    sizes, graphs, observed, drawn = list[Any](), drafter.graphs, list[Any](), list[float]()
     if not graphs:
         return 0.0, ""
-    replay = graphs.replay
-    with mock.patch.object(graphs, "replay", lambda size: (sizes.append(size), replay(size))):
-        once(WARMUP, drafts)
+    replay, observe, note = graphs.replay, drafter.observe, drafter._note_seconds
+
+    def timed(*arguments: Any) -> None:
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        observe(*arguments)
+        events[1].record()
+        observed.append(events)
+
+    def noted(chain: Any) -> None:
+        note(chain)
+        drawn.append(chain.seconds * 1e3)
+
+    with ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(graphs, "replay", lambda size: (sizes.append(size), replay(size)))
+        )
+        patches.enter_context(mock.patch.object(drafter, "observe", timed))
+        patches.enter_context(mock.patch.object(drafter, "_note_seconds", noted))
+        once(STEPS, drafts)
+    torch.cuda.synchronize()
+    reading = statistics.median(start.elapsed_time(end) for start, end in observed)
+    spent = reading + statistics.median(drawn)
     first = next(size for size in reversed(sizes) if isinstance(size, tuple))
     follow = [size for size in sizes if not isinstance(size, tuple)][-1:] * (drafts - 1)
     alone, both = replays_ms(graphs, [first]), replays_ms(graphs, [first, *follow])
     rest = f" + {len(follow)} x {(both - alone) / len(follow):.3f}" if follow else ""
-    return both, f", of which the head {both:.3f} ({alone:.3f}{rest}) {first}"
+    return spent, f", of which the head {spent:.3f} ({alone:.3f}{rest}) {first}"
 
 
 def main() -> None:

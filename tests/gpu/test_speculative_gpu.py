@@ -278,16 +278,20 @@ def test_nothing_is_compiled_once_it_is_ready(drafter: str) -> None:
         return build(*arguments)
 
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with opened("demo", "nvfp4", speculative=drafter) as llm:
+    drawn = SamplingParams(max_tokens=40, temperature=0.7, top_k=20, seed=3, ignore_eos=True)
+    with opened("demo", "nvfp4", speculative=drafter, speculative_tokens=3) as llm:
         asked = prompts(llm)
         with (
             mock.patch.object(triton.knobs.compilation, "listener", note),
             mock.patch.object(nvrtc, "_compile", counted),
             replays(llm) as sizes,
+            settled(llm) as starts,
         ):
             for count in (1, 3, 4):
                 # What repeats itself is found by look-up.
                 llm.generate([(prompt[-20:] * 9) for prompt in asked[:count]], params)
+                llm.generate([(prompt[-20:] * 9) for prompt in asked[:count]], drawn)
+        assert bool(starts) == (drafter == "eagle3")
         print({size: sizes.count(size) for size in sizes}, compiled)
         assert any(isinstance(size, tuple) for size in sizes) and not compiled
 
@@ -358,7 +362,7 @@ def settled(llm: LLM) -> Iterator[list[int]]:
 
     def check(self: ScheduledRequest, start: int) -> None:
         settle(self, start)
-        row, verified = tables.row(self.request.lease), tables.verified
+        row, verified = tables.row_of(self.request.lease), tables.verified
         assert verified and start == verified.stored_R[row] - verified.counts_R[row]
         starts.append(start)
 

@@ -77,9 +77,7 @@ class Following:
             known = [*work.request.token_ids, *before.get(work.request, ())]
             start = len(known) - 1 if before else work.start
             end, first_draft = start + work.num_tokens, start + work.num_tokens - len(work.drafts)
-            assert work.start - work.max_rejected <= start <= work.start, (
-                "it begins elsewhere than the host takes it to"
-            )
+            assert start <= work.start and (work.is_unread or start == work.start), "it begins elsewhere"
             tokens = [*known[:first_draft], *work.drafts]
             assert len(tokens) == end, "a step has tokens that nobody knows"
             self._write(work, tokens, start)
@@ -97,7 +95,7 @@ class Following:
 
     def _write(self, work: ScheduledRequest, tokens: list[int], start: int) -> None:
         lease, hashes = work.request.lease, prefix_hashes(tokens, work.request.namespace)
-        write_from = start if work.max_rejected else work.write_from
+        write_from = start if work.is_unread else work.write_from
         if self.exact:
             self.exact.compute(lease, hashes, start, len(tokens), write_from)
         for i, seen in enumerate(hashes):
@@ -150,7 +148,7 @@ class Following:
         scheduler.store(*told, scheduler.add_tokens(*told))
         scheduler.check_integrity()
         for work in batch.scheduled:
-            assert work.request.is_finished or (work.start, work.max_rejected) == (
+            assert work.request.is_finished or (work.start, work.is_unread) == (
                 len(work.request.token_ids) - 1,
                 0,
             )

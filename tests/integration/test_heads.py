@@ -122,7 +122,7 @@ def overheard(known: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> I
         requests, count = [track.request for track in chain.tracks], len(chain.tracks)
         tokens_of = [list(request.token_ids) for request in requests]
         if chain.is_ahead:  # what only the device knows
-            rows = [self.tables.row(request.lease) for request in requests]  # type: ignore[union-attr]
+            rows = [self.tables.row_of(request.lease) for request in requests]  # type: ignore[union-attr]
             said.num_ahead += 1
             tokens_of = [[*some, *gained(self, row)] for some, row in zip(tokens_of, rows, strict=True)]
         note(self, tokens_of, graphs.drawn[chain.buffer, :step, 0, :count].T.tolist(), graphs.logits[:count])

@@ -125,7 +125,7 @@ def test_the_device_knows_what_the_host_reads(
 
     def check(self: ScheduledRequest, start: int) -> None:
         settle(self, start)
-        row, request = tables.row(self.request.lease), self.request
+        row, request = tables.row_of(self.request.lease), self.request
         # By now the device has computed this step, too, and knows what that brings.
         assert start == tables.verified.stored_R[row] - tables.verified.counts_R[row]
         assert start == len(request.token_ids) - 1

@@ -162,7 +162,7 @@ class DraftHead(DraftBooks):
         if track.is_lost or item is None:
             return
         # A step that was interrupted is made again, and nobody has settled that one.
-        if item.max_rejected or item.start >= len(track.request.token_ids):
+        if item.is_unread:
             return
         track.follow()
         if is_drafted:

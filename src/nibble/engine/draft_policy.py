@@ -1,6 +1,6 @@
 """When drafts pay: on a GPU whether steps had better run ahead without, on a CPU whether to ask a model for any.
 
-A step without drafts is launched before the last one is read. A step with drafts waits for the last, since who drafts
+A step without drafts is launched before the last one is read. A step with drafts waits for the last where who drafts
 must know its tokens, and computes several tokens of a request. So it takes longer for all requests, and brings more
 tokens to those whose drafts are right. It pays where
 
@@ -244,6 +244,8 @@ class DraftPolicy:
     """Steps that could have had drafts and had none."""
     _last: LaunchedStep | None = None
     """The step launched last; None after one with prompts."""
+    _before: LaunchedStep | None = None
+    """The one before that."""
     _is_drawn: bool = False
     """Whether it is known what drawing took that was launched with it."""
     _is_steady: bool = False
@@ -281,7 +283,7 @@ class DraftPolicy:
         self._drafting += seconds
 
     def drafted_unread(self, seconds: float) -> None:
-        """Note what the drafts took of the step that was launched last, before they were drawn."""
+        """Note what the drafts took of the newest step that has ended, which was launched before they were drawn."""
         # Once, however many requests it has.
         if self._last and not self._is_drawn:
             # The host's part is known already, and the device drew meanwhile.
@@ -394,7 +396,8 @@ class DraftPolicy:
         self._note_try(drafts)
         self._note_last(now, waited)
         self._is_steady = self._last is not None and not self._last.drafts and not drafts
-        self._last, self._drafting = LaunchedStep(requests, drafts, now, self._drafting, waited), 0.0
+        launched = LaunchedStep(requests, drafts, now, self._drafting, waited)
+        self._before, self._last, self._drafting = self._last, launched, 0.0
         self._is_drawn = False
 
     def interrupted(self, now: float | None = None, *, waited: bool = True) -> None:
@@ -407,7 +410,7 @@ class DraftPolicy:
         self._note_try(None)
         if now is not None:
             self._note_last(now, waited)
-        self._last, self._drafting, self._is_steady = None, 0.0, False
+        self._before, self._last, self._drafting, self._is_steady = None, None, 0.0, False
 
     def _note_last(self, now: float, waited: bool) -> None:
         """Note what the step launched last took."""
@@ -417,10 +420,37 @@ class DraftPolicy:
         # What was drafted since is the new step's.
         seconds = now - self._last.time - self._drafting
         # A step without that the next one waited for took longer, and not by its own fault. Behind one of another kind
-        # the time is that one's, as the next is launched when it ends. Of steps with drafts either all wait for the one
-        # before or none does: between one that does and one that does not lies no step's time.
-        if self._last.waited is waited if had_drafts else self._is_steady and not waited:
-            self.times.note(before, had_drafts, seconds + (of_drafts if had_drafts else 0.0))
-            self.verify_times.note(before, had_drafts, seconds)
+        # the time is that one's, as the next is launched when it ends.
+        if had_drafts:
+            self._note_drafts(self._last, self._before, seconds, waited)
+        elif self._is_steady and not waited:
+            self.times.note(before, 0, seconds)
+            self.verify_times.note(before, 0, seconds)
         self._rate = self._rates.setdefault(before.bit_length(), Rate())
         self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
+
+    def _note_drafts(
+        self, last: LaunchedStep, before: LaunchedStep | None, seconds: float, waited: bool
+    ) -> None:
+        """Note what a step with drafts took.
+
+        Args:
+            last: the step launched last.
+            before: the one before that.
+            seconds: between the launches of `last` and the next one, but for drafting.
+            waited: whether `last` was read before that one was launched.
+        """
+        whole, step = seconds + last.drafting, last
+        if last.waited and not waited:
+            return  # it runs on
+        if not last.waited:
+            # It was launched while the one before it ran, and what has ended since is that one.
+            if before is None or not before.drafts:
+                return
+            step = before
+            if waited:  # both have ended
+                if (before.requests, before.drafts) != (last.requests, last.drafts):
+                    return
+                whole /= 2
+        self.times.note(step.requests, step.drafts, whole)
+        self.verify_times.note(step.requests, step.drafts, whole - last.drafting)

@@ -298,9 +298,12 @@ class DraftGraphs(Graphs):
             ids += (one.ids[:1] or [0]) * (length - len(one.ids))
             ids += one.ids
         is_ahead = most is not None
+        with tables.sending():
+            rows = [tables.row(one.lease) for one in new]
+            updates = tables.pack_updates(packed)
         inputs = packed.add_inputs(
             [
-                *[tables.row(one.lease) for one in new], *[tables.padding_row] * len(padding),
+                *rows, *[tables.padding_row] * len(padding),
                 *[-1 if is_ahead else one.start + len(one.ids) for one in new], *padding,
                 *[-1 if is_ahead else len(one.ids) for one in new], *padding,
                 *ids, *padding * length,
@@ -310,7 +313,6 @@ class DraftGraphs(Graphs):
             ]
         )  # fmt: skip
         with tables.sending():
-            updates = tables.pack_updates(packed)
             tables.send_inputs(packed, inputs, self.verify_inputs, updates, is_ahead=is_ahead)
         self.replay(size)
 

@@ -291,7 +291,7 @@ class Engine:
             self._flush_events()
 
     def _waits(self) -> bool:
-        """Return whether what the steps in flight sample must be on the host before the next one is scheduled."""
+        """Return whether the next step needs what the steps in flight sample: on the host, but see _follow()."""
         items = [item for step in self._in_flight for item in step.sampling]
         if any(
             item.drafts or needs_output_tokens(item.request.params) for item in items
@@ -342,7 +342,7 @@ class Engine:
         lengths, graphs = {task.request: task.limit for task in tasks}, self.runner.graphs
         if not (self.speculation and lengths and graphs):
             return None
-        if graphs.verify_size(len(before.scheduled), 1 + max(lengths.values())) is None:
+        if graphs.verify_size(len(self.scheduler.running), 1 + max(lengths.values())) is None:
             return None
         if not reserve_unread(self.scheduler, before, lengths):
             return None
@@ -399,7 +399,8 @@ class Engine:
             prompt_logits = logits[rows:]
             fixed = self.sampler.fixed_shapes
             prompt_logprobs = score_prompts(batch, prompt_logits, fixed_shapes=fixed)
-            # After sampling, so that the host has the tokens while a head computes with hidden states.
+            # After sampling, so that the host has the tokens while a head computes with hidden states; and before what
+            # was sampled is stored, which moves where the device takes this step to begin (PageTables.stored).
             if self.speculation:
                 self.speculation.observe(batch, self.runner.hidden_states)
             can_repeat = False

@@ -106,7 +106,7 @@ def sample(
         num_output_tokens += range(end - count, end)
         behind += range(end - count - item.start, end - item.start)
     counts_S = None
-    if is_ahead(sampling):
+    if is_ahead(sampling) and any(item.request.params.temperature for item in sampling):
         counts_S = tables.counts_behind((request.lease for request in requests), behind)
     return sampler.launch(logits_SV, tuple(requests), num_output_tokens, drafts, counts_S)
 

@@ -250,7 +250,7 @@ class ModelRunner:
         if self.graphs and self.verified_size:
             VerifyInputs.of(self.graphs.settled, *self.verified_size).accept(tokens_S, self.tables)
         assert self._sampled_rows_S is not None
-        # All requests have drafts, so the step after waits for the host. Those of other ranks may have none.
+        # All requests have drafts, or what they gain is noted above. Those of other ranks may have none.
         if not len(self._sampled_rows_S) and self._sampled_at_S is None:
             return
         if self.followers:
@@ -544,9 +544,9 @@ class ModelRunner:
                 *rows_of_logits, *[0] * (requests * length - len(rows_of_logits)),
             ]
         )  # fmt: skip
-        # The step after one that has drafts takes no tokens of it; another rank's requests may have none. What accept()
-        # notes has those of all requests.
-        takes = self.rows is not None or (self.tables.verified is None and min(new) == 1)
+        # Of requests with drafts no step takes tokens from here, but from what accept() notes, if it does; other ranks
+        # have no such notes, and their requests may have no drafts.
+        takes = self.rows is not None or (min(new) == 1 and bool(self.followers or not self.tables.verified))
         of_sampled = packed.add(sampled_rows(scheduled, rows, self.tables.padding_row) if takes else ())
         return StepNumbers(
             packed, (inputs, of_sampled), sum(new), len(rows_of_logits),
@@ -555,7 +555,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _replay_verify(self, numbers: StepNumbers, size: tuple[int, int], graphs: Graphs) -> Tensor:
-        # The device waits for this step, so that all comes after the launch that can.
+        # The device may wait for this step, so that all comes after the launch that can.
         inputs, of_sampled = numbers.inputs
         self.tables.send_inputs(
             numbers.ints, inputs, graphs.verify_inputs, numbers.updates, is_ahead=numbers.is_ahead

@@ -150,7 +150,7 @@ class PageTables:
         return self.stored(rows_S) + counts_S
 
     def stored(self, rows_S: Tensor) -> Tensor:
-        """Return the stored tokens of rows that the device knows of (Verified)."""
+        """Return what rows have stored behind the step whose accept() was launched last: where the next one begins."""
         assert self.verified
         return self.verified.stored_R[rows_S]
 

@@ -119,7 +119,7 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return the number of leading tokens whose KV is in the cache once the steps in flight are done."""
+        """Return the number of leading tokens whose KV is in the cache once the steps in flight are done, at most."""
         return self.in_flight.end if self.in_flight else self.lease.num_stored_tokens
 
     @property
@@ -191,8 +191,8 @@ class ScheduledRequest:
     """The first position whose KV is written to pages. Those before it are replayed for their exact copies."""
     drafts: tuple[int, ...] = ()
     """The last ones of the tokens, which may be taken back."""
-    max_rejected: int = 0
-    """How much less `start` may turn out to be: it is launched before the drafts of the step before are read."""
+    is_unread: bool = False
+    """Whether it is launched before the step in front of it is read: `start` is the most that it may be (settle())."""
 
     @classmethod
     def next_chunk(cls, request: Request, count: int, drafts: tuple[int, ...] = ()) -> ScheduledRequest:
@@ -233,12 +233,12 @@ class ScheduledRequest:
         before = request.in_flight
         assert before is not None and before.phase.decodes
         phase, start = (Phase.VERIFY if drafts else Phase.DECODE), before.end
-        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts, len(before.drafts))
+        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts, is_unread=True)
 
     def settle(self, start: int) -> None:
         """Note where it starts."""
         self.start = self.write_from = start
-        self.max_rejected = 0
+        self.is_unread = False
 
     @property
     def end(self) -> int:
@@ -248,7 +248,7 @@ class ScheduledRequest:
 
 def is_ahead(scheduled: Iterable[ScheduledRequest]) -> bool:
     """Return whether a step is launched before it is known where its requests begin."""
-    return any(item.max_rejected for item in scheduled)
+    return any(item.is_unread for item in scheduled)
 
 
 @dataclass(frozen=True, slots=True)

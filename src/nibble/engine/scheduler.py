@@ -242,7 +242,7 @@ class Scheduler:
                 new = new[-1]
             if reason := self._append(request, new):
                 ended[request] = reason
-            if (behind := request.in_flight) and behind.max_rejected:
+            if (behind := request.in_flight) and behind.is_unread:
                 behind.settle(len(request.token_ids) - 1)
         return ended
 

@@ -168,7 +168,7 @@ class Speculation:
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
     _last_choice: int | None = field(default=None, init=False)
-    """The same of the step before."""
+    """What was decided of the step that tasks were made for last."""
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
@@ -222,6 +222,7 @@ class Speculation:
         self.settle()
         if again:
             self._num_drafts = self._last_choice
+        self._last_choice = None
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
@@ -331,7 +332,9 @@ class Speculation:
             self.policy.drafted_unread(self.head.note_read(item.request, item.drafts))
         except Exception as error:
             self._note_error(error)
-        return self._usable(item.request, drafts)
+        # As the device has it, but for an end of the answer, behind which nothing counts.
+        stops = item.request.stop_ids
+        return drafts[: next((place for place, token in enumerate(drafts) if token in stops), len(drafts))]
 
     def _is_unread(self, drafts: Sequence[int]) -> bool:
         """Return whether ids stand for drafts that only the device knows (PageTables.unread)."""

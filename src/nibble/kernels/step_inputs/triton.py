@@ -142,10 +142,10 @@ def _newer(copied, sent_ahead, is_ahead, at, mask):
     )
 
 
-@triton.jit(do_not_specialize=["requests", "length", "target_rows_at"])
+@triton.jit(do_not_specialize=["requests", "length", "target_rows_at", "others"])
 def settle_inputs_kernel(
-    copied, sent_ahead, settled, stored, counts, runs, requests, length, target_rows_at,
-    OTHERS: tl.constexpr, HEADER: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    copied, sent_ahead, settled, stored, counts, runs, requests, length, target_rows_at, others,
+    HEADER: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the inputs of a request. Grid: requests."""
     wait_for_inputs(PDL)
@@ -171,7 +171,7 @@ def settle_inputs_kernel(
     # Behind the ids: as many rows of logits, and others of which each request has one.
     row_at = id_at + requests * length
     tl.store(settled + row_at, _newer(copied, sent_ahead, is_ahead, row_at, has_row), mask=has_row)
-    for other in tl.static_range(OTHERS):
+    for other in range(others):
         at = (3 + 2 * length + other) * requests + request
         tl.store(settled + at, _newer(copied, sent_ahead, is_ahead, at, live))
 
