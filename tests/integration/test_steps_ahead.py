@@ -223,6 +223,25 @@ def test_few_pages(plain: Any, ahead: Any) -> None:
         assert of_head or llm.engine.scheduler.metrics.preemptions
 
 
+def test_a_head_of_a_short_context(plain: Any, ahead: Any) -> None:
+    """Drafts are launched for as many steps for all requests, but end where the head does."""
+    expected = answers(plain(), MANY, **GREEDY)
+    llm = ahead()
+    head, ends = head_of(llm), list[int]()
+    head.max_context, reserve = 85, head.manager.reserve
+
+    def noted(lease: Any, upto: int, *arguments: Any, **options: Any) -> None:
+        ends.append(upto)
+        reserve(lease, upto, *arguments, **options)
+
+    head.manager.reserve = noted  # type: ignore[method-assign]
+    with overheard(known(MANY, expected)), counted() as counts:
+        same(answers(llm, MANY, **GREEDY), expected, 1e-4)
+    assert counts and 70 < max(ends) <= 85
+    assert max(len(one.token_ids) + len(prompt) for one, prompt in zip(expected, MANY, strict=True)) > 90
+    head.manager.check_integrity()
+
+
 def test_others_that_need_their_tokens(plain: Any, ahead: Any) -> None:
     """While one is there, steps wait for the last one."""
     params = [SamplingParams(**GREEDY), SamplingParams(**{**GREEDY, "max_tokens": 9}, repetition_penalty=1.3)]

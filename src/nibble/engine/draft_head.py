@@ -26,7 +26,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -359,32 +359,26 @@ class DraftHead(DraftBooks):
             batch: of which hidden states wait, and nothing else.
         """
         graphs, tables, items = self.graphs, self.tables, {item.request: item for item in unfinished(batch)}
+        if not (graphs and tables):
+            return None
         # Also those that nothing is drafted for: hidden states of the next step come behind what is settled.
         every = {request: self._track(request) for request in items}
-        tracks, most = [every[task.request] for task in tasks], max(one.num_tokens for one in items.values())
-        drafted = [
-            every[task.request]
-            for task in tasks
-            if every[task.request].waits_for(items[task.request])
-            and items[task.request].end + task.limit < self.max_context
-        ]
-        if not (graphs and tables and 0 < len(drafted) <= graphs.most) or most > graphs.length(len(drafted)):
-            return None
-        # What waits of others must not become too much; where steps are read, it is computed.
-        others = (track for track in every.values() if not (track.is_lost or track in drafted))
-        if any(items[one.request].end + 1 + MAX_DRAFTS - one.start > WAITING_STATES for one in others):
-            return None
-        for track, task in zip(tracks, tasks, strict=True):
-            self.begin(track, task)
-        # The drafts of that step may not have been read.
-        in_use = {
-            tables.buffer_of(item.drafts[0]) for item in batch.scheduled if min(item.drafts, default=0) < 0
-        }
-        chain = Chain(drafted, self._steps(drafted), buffer=int(0 in in_use), is_ahead=True)
+        tracks = [every[task.request] for task in tasks]
         try:
-            ends = {track: items[track.request].end + chain.steps - 1 for track in drafted}
-            if not all(self.reserve(track, end) for track, end in ends.items()):
+            for track, task in zip(tracks, tasks, strict=True):
+                self.begin(track, task)
+            ready = [track for track in tracks if track.waits_for(items[track.request])]
+            steps = self._steps(ready) if ready else 0
+            drafted = [track for track in ready if items[track.request].end + steps < self.max_context]
+            others = [track for track in every.values() if not (track.is_lost or track in drafted)]
+            if not self._can_draft_ahead(drafted, others, items, graphs):
                 return None
+            if not all(self.reserve(track, items[track.request].end + steps - 1) for track in drafted):
+                return None
+            # The drafts of that step may not have been read.
+            unread = [item.drafts[0] for item in batch.scheduled if item.drafts and item.drafts[0] < 0]
+            chain = Chain(drafted, steps, buffer=int(0 in map(tables.buffer_of, unread)), is_ahead=True)
+            most = max(item.num_tokens for item in items.values())
             self._launch_chain(chain, graphs, [self._unknown(track, tables) for track in drafted], most)
             self._leave_unread(chain)
             for track in drafted:
@@ -394,6 +388,29 @@ class DraftHead(DraftBooks):
             # What is reserved is given back once it is known which rows count.
             for track in tracks:
                 track.unread, track.task = (), None
+
+    @staticmethod
+    def _can_draft_ahead(
+        drafted: Sequence[Track],
+        others: Sequence[Track],
+        items: Mapping[Request, ScheduledRequest],
+        graphs: DraftGraphs,
+    ) -> bool:
+        """Return whether a recorded step has room for what some requests gain, and other rows may wait on.
+
+        Args:
+            drafted: to draft for.
+            others: requests of the step that nothing is drafted for.
+            items: of the step.
+            graphs: the recorded steps.
+        """
+        if not 0 < len(drafted) <= graphs.most:
+            return False
+        if max(item.num_tokens for item in items.values()) > graphs.length(len(drafted)):
+            return False
+        # Those of the next step come behind them; where steps are read, what waits is computed.
+        ends = [items[track.request].end + 1 + MAX_DRAFTS - track.start for track in others]
+        return max(ends, default=0) <= WAITING_STATES
 
     def read(self, request: Request, drafts: Sequence[int]) -> list[int]:
         """Return the values of drafts that only the device knew; the step that verified them has ended.
