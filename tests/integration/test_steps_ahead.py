@@ -77,6 +77,8 @@ def ahead(target: Path, head: Path) -> Callable[..., LLM]:
     """Makes one whose steps run ahead."""
 
     def make(drafts: int = 3, **options: Any) -> LLM:
+        # A small pool: what stands in for the append of a GPU writes all of it.
+        options = {"kv_memory": "4MiB", **options}
         return late(served(target, f"eagle3:{head}", live, drafts=drafts, **options), live, 1 + drafts)
 
     return make
