@@ -52,6 +52,7 @@ from nibble.engine.request import Batch, Delta
 from nibble.engine.sampler import SampledTokens
 from nibble.engine.speculative import Speculation
 from nibble.kernels import step_inputs
+from nibble.kernels.step_inputs import naive
 from nibble.kernels.transfer import to_device
 
 EXACT, QUANTISED = 0.05, 0.35
@@ -103,14 +104,11 @@ class Coins:
         self, rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, *others: Any
     ) -> None:
         """In place of step_inputs.accept(), which gets tokens that make it decide so."""
-        (requests, length), (verified, drafts_KR), device = ids_BL.shape, others, ids_BL.device
+        (requests, length), device = ids_BL.shape, ids_BL.device
         self._thrown.append([self.throw() for _ in range(requests)])
         counts_B1 = to_device(self._thrown[-1], torch.int64, device)[:, None]
         places_L, new_B1 = torch.arange(length, device=device), new_B[:, None]
-        drafts_BL = ids_BL.gather(1, (length - new_B1 + 1 + places_L).clamp(max=length - 1))
-        drafts_BL = step_inputs.resolve_ids(drafts_BL, rows_B[:, None], verified.latest_R, drafts_KR)
-        at_BL = (new_B.cumsum(0) - new_B)[:, None] + places_L
-        drawn_BL = tokens_S[at_BL.clamp(max=len(tokens_S) - 1)]
+        at_BL, drawn_BL, drafts_BL = naive.compared(rows_B, new_B, ids_BL, tokens_S, *others)
         other_BL = drawn_BL ^ (drawn_BL == drafts_BL).long()
         forced_BL = torch.where(places_L < counts_B1, drafts_BL, other_BL)
         is_forced_BL = (places_L <= counts_B1) & (places_L < new_B1 - 1)

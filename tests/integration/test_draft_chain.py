@@ -20,38 +20,23 @@ from torch import Tensor
 
 from heads import Reference, eagle3_reference, mtp_reference, save_eagle3, save_mtp
 from nibble import LLM, SamplingParams
-from nibble.attention import backends
 from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import draft_steps
 from nibble.engine.draft_head import DraftHead
-from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.draft_steps import DraftGraphs, WaitingStates
 from nibble.engine.graphs import live
 from nibble.engine.page_tables import PageTables
 from planning import PLAIN
 from tape import record
-from tiny import save_tiny
 from toys import graph_backend
+
+pytestmark = pytest.mark.usefixtures("untimed", "recordable")
 
 KINDS = ("glm4_moe", "qwen3_next", "mimo")
 REQUESTS, ROOM = 6, 32
 MANY = [*PROMPTS, PROMPTS[0][:40] + PROMPTS[2], PROMPTS[2][:9]]
 Proposals = list[tuple[tuple[int, ...], list[int]]]
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Decide without times, by a backend whose steps can be recorded."""
-    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
-    backend = backends.register(graph_backend.info(graph_backend.Masked))
-    yield
-    backends.unregister(backend.name)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,11 @@ from test_speculative import engine as small_engine
 
 from bits import preempting
 from nibble import LLM, SamplingParams
-from nibble.engine.draft_policy import DraftPolicy
 from nibble.engine.speculation_plan import room
 from nibble.errors import CapacityError, ConfigError
 from tiny import save_model, save_tiny
 
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide without times: what is drafted must not depend on how fast this machine is now."""
-    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
+pytestmark = pytest.mark.usefixtures("untimed")
 
 
 def engine(model: Path, **options: Any) -> LLM:

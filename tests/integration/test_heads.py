@@ -53,35 +53,22 @@ from nibble.models.hub import locate
 from nibble.spec import CacheSpec
 from planning import PLAIN
 from tape import record
-from tiny import save_tiny
 from toys import graph_backend
+
+pytestmark = pytest.mark.usefixtures("untimed")
 
 FORMATS = ("raw", "speculators")
 
 
 class Said(list[tuple[list[int], list[int], Tensor]]):
-    """What a head was told and said: tokens of the request, drafts before, and logits."""
+    """What a head was told and said: tokens of a request, drafts behind them, and the logits of the next draft."""
 
     num_ahead = 0
     """Recorded steps that the host launched before it knew the tokens."""
 
 
-"""Tokens of a request, drafts behind them, and the logits of the next draft."""
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide without times: what is drafted must not depend on how fast this machine is now."""
-    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
-
-
 def engine(model: Path, **options: Any) -> LLM:
     return small_engine(model, **{"kv_memory": "32MiB", **options})
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

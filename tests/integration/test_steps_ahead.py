@@ -24,7 +24,6 @@ from test_speculative import answers, same
 
 from heads import eagle3_reference, save_eagle3
 from nibble import LLM, SamplingParams
-from nibble.attention import backends
 from nibble.engine import engine as loop
 from nibble.engine import in_flight
 from nibble.engine.draft_head import DraftHead
@@ -39,26 +38,12 @@ from nibble.errors import NibbleError
 from nibble.kernels.step_inputs import naive
 from nibble.kernels.transfer import HostInputs
 from planning import PLAIN
-from tiny import save_tiny
-from toys import graph_backend
+
+pytestmark = pytest.mark.usefixtures("untimed", "recordable")
 
 MANY = PROMPTS[:4]
 GREEDY, DRAWN = ({**params, "max_tokens": 24} for params in (LONG, LONG_DRAWN))
 Known = dict[tuple[int, ...], Any]
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Decide without times, by a backend whose steps can be recorded."""
-    monkeypatch.setattr(DraftPolicy, "token_seconds", lambda self, requests: None)
-    backend = backends.register(graph_backend.info(graph_backend.Masked))
-    yield
-    backends.unregister(backend.name)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -301,18 +301,17 @@ class DraftGraphs(Graphs):
         with tables.sending():
             rows = [tables.row(one.lease) for one in new]
             updates = tables.pack_updates(packed)
-        inputs = packed.add_inputs(
-            [
-                *rows, *[tables.padding_row] * len(padding),
-                *[-1 if is_ahead else one.start + len(one.ids) for one in new], *padding,
-                *[-1 if is_ahead else len(one.ids) for one in new], *padding,
-                *ids, *padding * length,
-                *[0] * (requests * length),
-                *[one.slot for one in new], *padding,
-                *[one.target_row for one in new], *padding,
-            ]
-        )  # fmt: skip
-        with tables.sending():
+            inputs = packed.add_inputs(
+                [
+                    *rows, *[tables.padding_row] * len(padding),
+                    *[-1 if is_ahead else one.start + len(one.ids) for one in new], *padding,
+                    *[-1 if is_ahead else len(one.ids) for one in new], *padding,
+                    *ids, *padding * length,
+                    *[0] * (requests * length),
+                    *[one.slot for one in new], *padding,
+                    *[one.target_row for one in new], *padding,
+                ]
+            )  # fmt: skip
             tables.send_inputs(packed, inputs, self.verify_inputs, updates, is_ahead=is_ahead)
         self.replay(size)
 

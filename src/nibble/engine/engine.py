@@ -323,8 +323,6 @@ class Engine:
             tasks = speculation.tasks(self.scheduler.running, room)
             if is_ahead and (batch := self._follow_unread(step.batch, tasks)):
                 return batch
-            if is_ahead:  # there is more room where it is known what the step brings
-                tasks = speculation.tasks(self.scheduler.running, self.scheduler.draft_room, again=True)
         gains = self._read_oldest()
         if gains is None:
             return self._next(waits=True)

@@ -220,9 +220,7 @@ class ScheduledRequest:
     @classmethod
     def next_known(cls, request: Request, drafts: tuple[int, ...]) -> ScheduledRequest:
         """Return the last token of a request that decodes, which is known, with drafts that may follow it."""
-        start = len(request.token_ids) - 1
-        phase = Phase.VERIFY if drafts else Phase.DECODE
-        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts)
+        return cls._last_token(request, len(request.token_ids) - 1, drafts)
 
     @classmethod
     def next_unread(cls, request: Request, drafts: tuple[int, ...]) -> ScheduledRequest:
@@ -232,8 +230,14 @@ class ScheduledRequest:
         """
         before = request.in_flight
         assert before is not None and before.phase.decodes
-        phase, start = (Phase.VERIFY if drafts else Phase.DECODE), before.end
-        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts, is_unread=True)
+        return cls._last_token(request, before.end, drafts, is_unread=True)
+
+    @classmethod
+    def _last_token(
+        cls, request: Request, start: int, drafts: tuple[int, ...], *, is_unread: bool = False
+    ) -> ScheduledRequest:
+        phase = Phase.VERIFY if drafts else Phase.DECODE
+        return cls(request, start, 1 + len(drafts), phase, True, NO_ROWS, start, drafts, is_unread)
 
     def settle(self, start: int) -> None:
         """Note where it starts."""

@@ -167,8 +167,6 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts, init=False)
     _num_drafts: int | None = field(default=None, init=False)
     """Tokens to draft for each request of the next step, where that is decided."""
-    _last_choice: int | None = field(default=None, init=False)
-    """What was decided of the step that tasks were made for last."""
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
@@ -202,27 +200,13 @@ class Speculation:
         return self.draft(self.tasks(requests, room, others))
 
     def tasks(
-        self,
-        requests: Iterable[Request],
-        room: Callable[[Request], int],
-        others: int = 0,
-        *,
-        again: bool = False,
+        self, requests: Iterable[Request], room: Callable[[Request], int], others: int = 0
     ) -> list[DraftTask]:
         """Return for whom to draft how many tokens in the next step; see propose().
 
         Of the requests a step may be in flight, which must have ended before the drafter is asked by draft().
-
-        Args:
-            requests: that decode.
-            room: returns the most tokens that may be drafted for one.
-            others: requests that decode too.
-            again: for the same step, of which is decided how many there are.
         """
         self.settle()
-        if again:
-            self._num_drafts = self._last_choice
-        self._last_choice = None
         decoding = list(requests)
         running = len(decoding) + others
         lengths = self._lengths_of(decoding, room, running)
@@ -388,7 +372,6 @@ class Speculation:
                 left -= length
         if lengths and self.chooses:
             num_drafts = self._choose(running, lengths) if num_drafts is None else num_drafts
-            self._last_choice = num_drafts
             lengths = {one: min(length, num_drafts) for one, length in lengths.items() if num_drafts}
         return lengths
 

@@ -168,18 +168,30 @@ def settle_inputs(
     new_B.copy_(torch.where(is_run_B, counts_B, new_B))
 
 
+def compared(
+    rows_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified, drafts_KR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where in `tokens_S` lies what was sampled for each request [B, L], those tokens, and the drafts beside.
+
+    Of the L places the first ones count, as many as a request has new tokens, and no draft stands beside the last.
+    """
+    length = ids_BL.shape[1]
+    places_L = torch.arange(length, device=ids_BL.device)
+    at_BL = (new_B.cumsum(0) - new_B)[:, None] + places_L
+    tokens_BL = tokens_S[at_BL.clamp(max=len(tokens_S) - 1)]
+    # The draft that follows each row stands one further on, as new tokens are the last ones.
+    drafts_BL = ids_BL.gather(1, (length - new_B[:, None] + 1 + places_L).clamp(max=length - 1))
+    return at_BL, tokens_BL, resolve_ids(drafts_BL, rows_B[:, None], verified.latest_R, drafts_KR)
+
+
 def accept(
     rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified,
     drafts_KR: Tensor,
 ) -> None:  # fmt: skip
     """Note what requests gained by a step with drafts; see the package."""
-    length, device = ids_BL.shape[1], ids_BL.device
-    places_L = torch.arange(length, device=device)
-    at_BL = (new_B.cumsum(0) - new_B)[:, None] + places_L
-    tokens_BL = tokens_S[at_BL.clamp(max=len(tokens_S) - 1)]
-    # The draft that follows each row stands one further on, as new tokens are the last ones.
-    drafts_BL = ids_BL.gather(1, (length - new_B[:, None] + 1 + places_L).clamp(max=length - 1))
-    drafts_BL = resolve_ids(drafts_BL, rows_B[:, None], verified.latest_R, drafts_KR)
+    length = ids_BL.shape[1]
+    places_L = torch.arange(length, device=ids_BL.device)
+    _, tokens_BL, drafts_BL = compared(rows_B, new_B, ids_BL, tokens_S, verified, drafts_KR)
     is_wrong_BL = (tokens_BL != drafts_BL) | (places_L >= new_B[:, None] - 1)
     last_B1 = is_wrong_BL.int().argmax(1, keepdim=True)
     gained = (
