@@ -157,7 +157,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-case", action="store_true", help="run all cases of tests that are marked sample(n)"
     )
     parser.addoption(
-        "--record-durations", type=Path, help="write the seconds of each test file to a JSON file"
+        "--record-durations",
+        type=Path,
+        help="write the seconds of each test file, and of tests that should be marked slow, to a JSON file",
     )
 
 
@@ -184,17 +186,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+FEW_SECONDS = 4
+"""A test that takes longer should be marked slow, unless a newcomer needs it, so that the others end soon anywhere."""
 _durations: dict[str, float] = {}
+_unmarked: dict[str, float] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.partition("::")[0]
     _durations[file] = _durations.get(file, 0.0) + report.duration
+    if report.duration > FEW_SECONDS and "slow" not in report.keywords:
+        _unmarked[report.nodeid] = report.duration
     if report.when == "call" and not report.skipped:
         entries = [
             LedgerEntry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY
         ]
         _heard[report.passed] += entries
+
+
+def _descending(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(s, 1) for name, s in sorted(seconds.items(), key=lambda entry: -entry[1])}
 
 
 def pytest_runtest_logfinish() -> None:
@@ -210,8 +221,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     durations = session.config.getoption("--record-durations")
     if durations and not hasattr(session.config, "workerinput"):
         durations.parent.mkdir(parents=True, exist_ok=True)
-        slowest = dict(sorted(_durations.items(), key=lambda entry: -entry[1]))
-        durations.write_text(json.dumps({file: round(s, 1) for file, s in slowest.items()}, indent=1) + "\n")
+        recorded = {"files": _descending(_durations), "not marked slow": _descending(_unmarked)}
+        durations.write_text(json.dumps(recorded, indent=1) + "\n")
     path = session.config.getoption("--ledger")
     if path and not hasattr(session.config, "workerinput"):
         whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}

@@ -93,6 +93,7 @@ def of_one(paths: dict[str, Path]) -> dict[str, tuple[torch.Tensor, list[tuple[i
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [("deepseek_v3", {}), ("gpt_oss", {"expert_parallel": True})])
 def test_answers_are_those_of_one_rank(
     name: str, more: dict[str, Any], paths: dict[str, Path], of_one: dict[str, Any]
@@ -167,6 +168,7 @@ def noted(made: Any) -> list[Any]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("how", [tape.record, live], ids=["recorded", "live"])
 @pytest.mark.usefixtures("toy")
@@ -188,6 +190,7 @@ def test_recorded_steps_answer_as_one_rank(how: Any, kv_format: str, plain_path:
         llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [tape.record, live, None], ids=["recorded", "live", "plain"])
 @pytest.mark.usefixtures("toy")
 def test_drafts_of_all_ranks_are_verified_together(how: Any, plain_path: Path) -> None:
@@ -241,6 +244,7 @@ def sampled(llm: LLM) -> list[tuple[int, ...]]:
     return [output.completions[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_tokens_of_another_rank_are_noticed(
     plain_path: Path, toy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +259,7 @@ def test_tokens_of_another_rank_are_noticed(
         assert answers(llm) != expected
 
 
+@pytest.mark.slow
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path], of_one: dict[str, Any]) -> None:
     options = {"kv_format": "fp32", "prefix_cache": False, "kv_memory": str(8 * PAGE_BYTES)}
     with served(paths["deepseek_v3"], 2, attention_dp=True, **options) as llm:
@@ -277,6 +282,7 @@ def test_quantised_latents_are_those_of_one_rank(options: dict[str, Any], paths:
         assert answers(llm) == expected
 
 
+@pytest.mark.slow
 def test_processes_answer_as_one(paths: dict[str, Path], of_one: dict[str, Any]) -> None:
     options: dict[str, Any] = {"max_context": 128, "max_running": 4, "token_budget": 16, **OPTIONS}
     with LLM(str(paths["minicpm3"]), tp=2, attention_dp=True, **options) as llm:

@@ -88,6 +88,7 @@ def breaking(
     return planted, count
 
 
+@pytest.mark.slow
 @pytest.mark.sample(24)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True])

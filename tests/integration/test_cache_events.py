@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from nibble import LLM
 from nibble.cache.events import BlockRemoved, KVEvent, page_hashes, root_hash
 from nibble.config import SamplingParams
@@ -12,6 +14,7 @@ from nibble.routing.router import Router
 from vllm_events import FollowedTree
 
 
+@pytest.mark.slow
 def test_the_tree_of_an_engine_is_known() -> None:
     llm = LLM("demo", kv_format="nvfp4", kv_memory="432KiB", max_context=448, max_running=8, device="cpu")
     engine, rng = llm.engine, random.Random(5)

@@ -39,6 +39,7 @@ def used(folder: Path, **options: Any) -> tuple[LLM, list[weakref.ref[Any]]]:
     return llm, parts
 
 
+@pytest.mark.slow
 def test_twenty_opens_and_closes_do_not_grow(tiny: Path) -> None:
     kinds: tuple[dict[str, Any], ...] = (
         {},

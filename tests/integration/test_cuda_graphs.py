@@ -64,6 +64,7 @@ def answers(llm: LLM, **options: Any) -> list[tuple[int, ...]]:
     return [output.completions[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("how", [record, live], ids=["recorded", "live"])
 def test_replayed_steps_give_the_answers_of_plain_ones(served: Any, kv_format: str, how: Any) -> None:
@@ -85,6 +86,7 @@ def test_replayed_steps_attend_within_chunks(served: Any, tmp_path: Path) -> Non
     assert answers(llm) == plain
 
 
+@pytest.mark.slow
 def test_replayed_steps_survive_preemption(served: Any) -> None:
     options = {"kv_format": "bf16", "max_context": 160, "prefix_cache": False}
     page = served(**options).plan.layout.bytes_per_page
@@ -94,6 +96,7 @@ def test_replayed_steps_survive_preemption(served: Any) -> None:
     assert llm.engine.scheduler.metrics.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("requests", [1, 2, 4])
 def test_padding_of_one_request_reads_no_expert(

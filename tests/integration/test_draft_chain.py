@@ -144,12 +144,13 @@ def test_chains_say_what_they_should(name: str, how: Any, named: dict[str, Any])
     assert error([*said[:6], *said[20:400:37], *said[-3:]], reference()) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [GREEDY, DRAWN, {**DRAWN, "top_k": 20, "n": 2, "min_tokens": 9}],
     ids=["greedy", "drawn", "filtered"],
 )
-@pytest.mark.parametrize("name", ["raw", pytest.param("mimo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["raw", "mimo"])
 def test_chains_propose_what_steps_do(name: str, params: dict[str, Any], named: dict[str, Any]) -> None:
     model, drafter, _ = named[name]
     found = []
@@ -164,6 +165,7 @@ def test_chains_propose_what_steps_do(name: str, params: dict[str, Any], named: 
     assert sum(len(drafts) for _, drafts in found[0][0]) > 100
 
 
+@pytest.mark.slow
 def test_what_needs_tokens_goes_step_by_step(named: dict[str, Any]) -> None:
     model, drafter, _ = named["raw"]
     plain, llm = engine(model, **PLAIN, kv_format="fp32"), served(model, drafter, record)
@@ -195,6 +197,7 @@ def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch:
     assert error(said[:30:4], reference()) < 1e-4
 
 
+@pytest.mark.slow
 def test_too_few_pages_and_short_contexts(named: dict[str, Any]) -> None:
     model, drafter, _ = named["raw"]
     expected = answers(engine(model, **PLAIN, kv_format="fp32"), PROMPTS, **GREEDY)
@@ -276,6 +279,7 @@ def _earlier_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED = [_wrong_row, _wrong_request, _same_state, _next_position, _standing, _earlier_logits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
 @pytest.mark.parametrize("name", ["raw", "mimo"])
 def test_planted_errors_are_noticed(
@@ -332,6 +336,7 @@ def answered(target: Path) -> Answered:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS_OF_ANSWERS)
 @pytest.mark.parametrize("how", [None, record, live], ids=["eager", "recorded", "live"])
@@ -352,6 +357,7 @@ def test_drafts_are_verified_before_they_are_read(
     head_of(llm).manager.check_integrity()
 
 
+@pytest.mark.slow
 def test_as_many_drafts_count_whoever_reads_them_first(named: dict[str, Any], answered: Answered) -> None:
     model, drafter, _ = named["raw"]
     _, known = answered["greedy"]
@@ -377,6 +383,7 @@ def test_an_answer_ends_within_drafts_that_were_not_read(named: dict[str, Any], 
         same(answers(late(served(model, drafter, record)), MANY, **GREEDY, **stop), short, 1e-4)
 
 
+@pytest.mark.slow
 def test_requests_that_need_tokens_beside_others(named: dict[str, Any]) -> None:
     """Some drafts of a step are read, others are not."""
     model, drafter, _ = named["raw"]
@@ -388,6 +395,7 @@ def test_requests_that_need_tokens_beside_others(named: dict[str, Any]) -> None:
     assert {max(drafts) < 0 for _, drafts in noted if drafts} == {True, False}
 
 
+@pytest.mark.slow
 def test_an_abort_while_drafts_are_verified(
     named: dict[str, Any], answered: Answered, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -428,6 +436,7 @@ def _nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftGraphs, "keep", lambda self, buffer, step, drafts: keep(self, buffer, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [_other_request, _other_place, _nothing_new])
 def test_other_drafts_than_the_host_reads_are_noticed(
     plant: Any, named: dict[str, Any], answered: Answered, monkeypatch: pytest.MonkeyPatch
@@ -440,6 +449,7 @@ def test_other_drafts_than_the_host_reads_are_noticed(
         same(answers(llm, MANY, **GREEDY), expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")  # of products that are packed, on a CPU alone
 def test_heads_compile(named: dict[str, Any]) -> None:
     """As on a GPU, where the graph that is traced serves steps of all sizes."""

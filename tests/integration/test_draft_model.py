@@ -39,6 +39,7 @@ def draft_of(llm: LLM) -> Any:
     return llm.engine.speculation.drafter  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
 def test_a_model_drafts_for_itself(kv_format: str, params: dict[str, Any], tiny: Path) -> None:
@@ -55,6 +56,7 @@ def test_a_model_drafts_for_itself(kv_format: str, params: dict[str, Any], tiny:
     assert accepted > 0.2 * drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["auto", "5"])
 def test_another_model_drafts(tokens: str, tiny: Path, small: Path) -> None:
     llm = engine(tiny, speculative=f"draft:{small}", speculative_tokens=tokens)
@@ -69,6 +71,7 @@ def test_another_model_drafts(tokens: str, tiny: Path, small: Path) -> None:
     assert len(manager.leases) <= 1, "pages of requests that have ended are free"
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_a_step_and_preemption(tiny: Path, small: Path) -> None:
     prompts = [PROMPTS[0], PROMPTS[2]]
     expected = answers(engine(tiny), prompts, **GREEDY)

@@ -46,6 +46,7 @@ def experts_of(llm: LLM) -> list[Any]:
     return [module for module in llm.engine.runner.model.modules() if hasattr(module, "first_expert")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path], of_one: dict[str, Any]) -> None:
     logits_TV, expected = of_one[name]

@@ -42,6 +42,7 @@ def joining(counts: list[tuple[int, int]]) -> Any:
     return aot_autograd(fw_compiler=compile, inference_compiler=compile)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
 def test_answers_are_the_same(tmp_path: Path) -> None:
     """In bfloat16, for which weights are not packed, and of a family without experts: both cannot be compiled here."""
@@ -74,6 +75,7 @@ def rule(x_TC: Tensor, weight: Tensor, gates_HT: Tensor, step: Step) -> Tensor:
     return operators.recurrence_op(step, 1, q, k, v, *gates, delta=True, unit=True) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
 def test_inductor_gives_inputs_as_they_were_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []

@@ -276,6 +276,7 @@ def drafters(own: dict[str, Path], target: Path, eagles: dict[str, Path]) -> dic
     return eagle | {kind: (path, "mtp") for kind, path in own.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw", "qwen3_next", "deepseek_v32"])
 def test_answers_are_those_without_and_the_cache_is_right(
     name: str, own: dict[str, Path], target: Path, eagles: dict[str, Path]
@@ -303,6 +304,7 @@ def test_answers_are_those_without_and_the_cache_is_right(
     assert error([*said[:4], *said[12:400:37], *said[-3:]], reference) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kv_format"), [("raw", "nvfp4"), ("glm4_moe", "bf16")])
 def test_answers_over_quantised_caches(
     name: str, kv_format: str, own: dict[str, Path], target: Path, eagles: dict[str, Path]
@@ -363,6 +365,7 @@ def test_a_grammar_that_allows_nothing_of_what_a_head_can_say(target: Path, tmp_
     same(answers(llm, PROMPTS, **params), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_recorded_steps_leave_their_hidden_states(
     overlap: bool, target: Path, eagles: dict[str, Path], caplog: pytest.LogCaptureFixture
@@ -406,6 +409,7 @@ def test_pieces_leave_their_hidden_states(target: Path, eagles: dict[str, Path])
     assert error(said[:12], eagle3_reference(target, eagles["raw"], "raw")) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw", "mimo"])
 def test_compiled_models_leave_their_hidden_states(
     name: str, own: dict[str, Path], target: Path, eagles: dict[str, Path]
@@ -483,6 +487,7 @@ def test_scales_of_a_head_are_measured_on_hidden_states(
     answers(llm, PROMPTS[:1], **GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_ms", [None, 3, 30])
 def test_the_demo_brings_a_head(head_ms: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With planted times: a token takes 20 ms, so steps of 3 ms pay, and those of 30 do not."""

@@ -75,6 +75,7 @@ def answers(engine: LLM, asked: list[list[int]], tokens: int = 40) -> list[tuple
     return [output.completions[0].token_ids for output in found]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kv_format", "window"),
@@ -98,6 +99,7 @@ def test_the_answers_are_those_without_it(
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_format", "window"), [("bf16", 0), ("nvfp4_ds_mla", 20)])
 def test_drafts_of_requests_without_a_hot_buffer(
     model: Path, kv_format: str, window: int, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +158,7 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "nvfp4"])
 def test_each_rank_has_a_host_tier(dense_model: Path, kv_format: str) -> None:
     options: dict[str, Any] = {"kv_format": kv_format, "kv_window": 0, "deterministic": True}
@@ -169,6 +172,7 @@ def test_each_rank_has_a_host_tier(dense_model: Path, kv_format: str) -> None:
         assert follower.runner.tier and follower.runner.tier.lookup_counts == hot.tier.lookup_counts
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_nothing_is_noticed(dense_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Follower, "save", lambda self, copies: None)
     asked, options = prompts(6), {"kv_format": "fp8_ds_mla", "deterministic": True}
@@ -176,6 +180,7 @@ def test_a_rank_that_saves_nothing_is_noticed(dense_model: Path, monkeypatch: py
         assert answers(hot, asked) != answers(llm(dense_model, **options), asked)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one half has chosen comes while the other chooses; padding may be all that a half has."""
     asked = prompts(6)
@@ -223,6 +228,7 @@ def test_one_request_alone_uses_the_whole_context(model: Path) -> None:
         assert len(found) == 9
 
 
+@pytest.mark.slow
 def test_one_layer_that_chooses(tmp_path: Path) -> None:
     one = {**SPARSE, "indexer_types": ["full", "shared", "shared"]}
     path = save_tiny(tmp_path, "glm_moe_dsa", **one)
@@ -231,6 +237,7 @@ def test_one_layer_that_chooses(tmp_path: Path) -> None:
     assert answers(tight(path, kv_format="bf16"), asked) == answers(llm(path, kv_format="bf16"), asked)
 
 
+@pytest.mark.slow
 def test_answers_that_share_a_prompt_are_spilled_together(model: Path) -> None:
     sampled: dict[str, Any] = {"max_tokens": 60, "n": 3, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     hot, plain = tight(model, kv_format="bf16", requests=1), llm(model, kv_format="bf16")
@@ -248,6 +255,7 @@ def plain_answers(model: Path) -> list[tuple[int, ...]]:
     return answers(llm(model, kv_format="bf16"), prompts(6))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("where", "error"),
@@ -336,6 +344,7 @@ def test_logits_go_through_the_host(model: Path) -> None:
     assert 0.001 < error < 1
 
 
+@pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 16))
 def test_aborts_leave_no_trace(model: Path, hot_and_plain: tuple[LLM, LLM], seed: int) -> None:

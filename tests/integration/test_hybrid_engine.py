@@ -165,6 +165,7 @@ CROWDS = [
 """What decides answers, and what may not."""
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(CROWDS)))
 def test_answers_are_cold_ones_in_any_crowd(number: int, hybrid: Path) -> None:
@@ -210,6 +211,7 @@ def test_structured_answers_and_scores(hybrid: Path) -> None:
     assert [one.token for one in cold.token_logprobs] == [one.token for one in hit.token_logprobs]
 
 
+@pytest.mark.slow
 def test_the_longest_prompt_in_the_smallest_pool(hybrid: Path) -> None:
     """One request may take every page, whatever snapshots there are."""
     # A window that is left to Nibble is given up where memory is short.

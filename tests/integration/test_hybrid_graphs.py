@@ -49,6 +49,7 @@ def served(hybrid: Path) -> Iterator[Any]:
     backends.unregister(backend.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_format", ["fp32", "int8"])
 @pytest.mark.parametrize("how", [record, live], ids=["recorded", "live"])
 def test_replayed_steps_give_the_answers_of_plain_ones(served: Any, state_format: str, how: Any) -> None:
@@ -60,6 +61,7 @@ def test_replayed_steps_give_the_answers_of_plain_ones(served: Any, state_format
     assert llm.engine.scheduler.manager.stats.states.snapshot_hits > before
 
 
+@pytest.mark.slow
 def test_replayed_steps_survive_preemption(served: Any) -> None:
     llm = recorded(served())
     manager = llm.engine.scheduler.manager
@@ -81,6 +83,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_frozen_slots_are_noticed(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a row of the table that is never brought up to date."""
     plain = answers(served())
@@ -116,6 +119,7 @@ def test_padding_has_no_slot(served: Any) -> None:
         assert torch.equal(state.planes[0][4:], before)
 
 
+@pytest.mark.slow
 def test_replayed_steps_with_drafts_give_the_answers_without(served: Any) -> None:
     """Rows that pad a request are before its own, and belong to no state; a draft that is taken back leaves none."""
     plain = verify_graphs.answers(served())

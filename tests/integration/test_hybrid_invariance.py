@@ -43,6 +43,7 @@ def engine(model: Path, **options: Any) -> LLM:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("state_format", "kv_format"), rotated([*STATE_FORMATS], ["bf16", "nvfp4"]))
 def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid: Path) -> None:
@@ -65,6 +66,7 @@ def test_same_answer_however_computed(state_format: str, kv_format: str, hybrid:
         same(preempted, cold)
 
 
+@pytest.mark.slow
 def test_gates_of_few_heads_do_not_depend_on_company(few_heads: Path) -> None:
     """To the last bit."""
     fixed = {"state_format": "int8", "kv_format": "fp32"}
@@ -76,6 +78,7 @@ def test_gates_of_few_heads_do_not_depend_on_company(few_heads: Path) -> None:
         assert found[0] == tokens and torch.equal(found[1], logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state_format", "kv_format"), [("fp32", "bf16"), ("int8", "nvfp4")])
 def test_a_hit_at_every_page_boundary(state_format: str, kv_format: str, hybrid: Path) -> None:
     """With a snapshot there, with one before it, and with none: what follows the last one is computed again."""

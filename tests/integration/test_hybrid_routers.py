@@ -45,6 +45,7 @@ class Noise:
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "state_format", "seed"), [("qwen3_next", "fp8", 2), ("minimax", "fp32", 5)]
 )

@@ -81,6 +81,7 @@ def same(
     assert (found[1] - cold[1]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", SCHEMES)
 def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) -> None:
     check(kv_format, tiny, scales)
@@ -104,6 +105,7 @@ def measured(path: Path) -> tuple[Path, Path]:
     return path, path / "scales.json"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kv_format", scheme.fitting(LATENTS[0]))
 def test_same_answer_over_a_latent(kv_format: str, tiny_mla: tuple[Path, Path]) -> None:
@@ -111,6 +113,7 @@ def test_same_answer_over_a_latent(kv_format: str, tiny_mla: tuple[Path, Path]) 
 
 
 # of each kind of layout one; every format of a latent is asked above
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla", "fp4_mx16"])
 def test_same_answer_from_chosen_tokens(kv_format: str, tiny_dsa: tuple[Path, Path]) -> None:

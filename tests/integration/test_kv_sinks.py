@@ -79,6 +79,7 @@ def same_bits(found: Found, cold: Found) -> None:
     assert torch.equal(found[1], cold[1])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "kv_format"),

@@ -180,12 +180,14 @@ def test_windows_and_sinks_of_the_model(family: str, window: int, tmp_path: Path
 # ---- the same answer, however computed -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("kv_format", "window"), rotated(SCHEMES, [5, 16, 40]))
 def test_same_answer_however_computed(kv_format: str, window: int, tiny: tuple[Path, Path]) -> None:
     check(kv_format, *tiny, kv_window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "options", "kv_format"),

@@ -282,6 +282,7 @@ def notes(*arguments: Any, **options: Any) -> str:
     return "\n".join(plan(*arguments, **options).plan.notes)
 
 
+@pytest.mark.slow
 def test_plans_need_no_weights_and_say_what_becomes_of_them(folder: Path) -> None:
     plain = plan("qwen3-8b").model_spec.weight_bytes
     # Of 8.19e9 parameters 1.24e9 are embeddings and the output layer, and hardly any are not in matrices.
@@ -382,6 +383,7 @@ def test_the_command_line() -> None:
     assert result.exit_code == 2 and "fp8, int4, mxfp4, nvfp4" in result.stderr
 
 
+@pytest.mark.slow
 def test_quality_is_measured_anywhere() -> None:
     """Of the bundled model, for the whole run and for a single scheme."""
     sizes = ("--tokens", "512", "--recall-cases", "0", "--attention-tokens", "64", "--json")

@@ -386,6 +386,7 @@ def test_a_layer_says_its_plain_weight() -> None:
     torch.testing.assert_close(layer.weight, plain.model.layers[0].mlp.down_proj.weight.data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiler_does_not_look_into_the_operator(backend: str) -> None:
     model = read(FIXTURES / "ct_nvfp4")

@@ -92,6 +92,7 @@ def test_the_plan_is_of_one_rank_and_says_so(divided: LLM) -> None:
     assert "each layer is divided among 2 GPUs" in str(divided.plan)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         streams = [llm.stream(PROMPT[:n], max_tokens=100, ignore_eos=True) for n in (5, 20, 40)]
@@ -108,6 +109,7 @@ def test_a_killed_rank_ends_all_requests_with_the_reason(path: Path) -> None:
         assert ended(pid)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         (pid,) = ranks_of(llm).pids.values()
@@ -180,6 +182,7 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
     assert divided.generate(PROMPT, **options).completions[0].token_ids == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_step_that_is_left_midway_is_the_last_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
@@ -210,6 +213,7 @@ def listening() -> set[str]:
     return {one[1].partition(":")[0] for one in sockets if one[3] == "0A" and f"socket:[{one[9]}]" in own}
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_in_a_rank_says_which_and_why(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +236,7 @@ def test_a_rank_that_ends_before_it_connects_is_not_waited_for(
         LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_in_a_step_says_so(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +258,7 @@ def test_a_rank_without_memory_in_a_step_says_so(
         assert ended(pid)
 
 
+@pytest.mark.slow
 def test_what_rank_0_fails_in_is_no_matter_of_its_connections(
     divided: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +296,7 @@ def test_what_every_rank_refuses_is_said_as_on_one_gpu(path: Path, monkeypatch: 
     assert all(ended(pid) for pid in ranks[0].pids.values())
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_has_any_more_leaves_no_process(path: Path) -> None:
     llm = LLM(str(path), tp=2, kv_format="fp32", **OPTIONS)
     (pid,) = ranks_of(llm).pids.values()

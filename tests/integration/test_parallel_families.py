@@ -65,6 +65,7 @@ def compare(path: Path, name: str, *sizes: int, **options: Any) -> None:
             assert answers(llm) == expected and llm.engine.scheduler.metrics.cache.hit_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_one_rank(name: str, paths: dict[str, Path]) -> None:
     compare(saved(paths, name), name, CASES[name])
@@ -78,6 +79,7 @@ def test_every_family_that_may_be_divided(name: str, paths: dict[str, Path]) -> 
     compare(saved(paths, name), name, 2, 4, token_budget=24)
 
 
+@pytest.mark.slow
 def test_requests_that_are_preempted_answer_alike(paths: dict[str, Path]) -> None:
     options = {"kv_format": "fp32", "prefix_cache": False}
     with served(saved(paths, "llama"), 2, kv_memory="8MiB", **options) as llm:
@@ -239,6 +241,7 @@ def test_a_matrix_is_quantised_before_it_is_divided(
         assert float((llm.logits(IDS) - logits[0]).abs().max()) > 10 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_experts_are_quantised_before_they_are_divided(tmp_path: Path, paths: dict[str, Path]) -> None:
     """Of a checkpoint that has them one by one; where they lie in one tensor they are not packed."""
     shapes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "hidden_size": 128}
@@ -281,6 +284,7 @@ SMALL = Sizes(
 )
 
 
+@pytest.mark.slow
 def test_certificates_of_one_gpu_and_of_two(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=512)
     (path / "heldout.txt").write_text(TEXT)

@@ -115,6 +115,7 @@ def saved(name: str, folder: Path) -> str:
 
 
 # Without experts, whose tokens a CPU counts on the host.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

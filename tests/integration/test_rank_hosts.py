@@ -61,6 +61,7 @@ def until_none_is_left() -> None:
     assert not ranks_here(), "a process is left"
 
 
+@pytest.mark.slow
 def test_two_hosts_answer_as_one(path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=2, kv_format="nvfp4", **OPTIONS) as llm:
         (rank,) = ranks_here()
@@ -72,6 +73,7 @@ def test_two_hosts_answer_as_one(path: Path, host: RankHost, monkeypatch: pytest
         assert answers(llm) == divided
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_elsewhere_ends_the_engine_with_the_reason(path: Path, host: RankHost) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         (rank,) = ranks_here()
@@ -84,6 +86,7 @@ def test_a_rank_that_is_killed_elsewhere_ends_the_engine_with_the_reason(path: P
     until_none_is_left()
 
 
+@pytest.mark.slow
 def test_a_host_that_goes_away_ends_the_engine(path: Path, host: RankHost) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         host.close()
@@ -92,6 +95,7 @@ def test_a_host_that_goes_away_ends_the_engine(path: Path, host: RankHost) -> No
                 answers(llm)
 
 
+@pytest.mark.slow
 def test_a_stand_in_that_is_killed_ends_the_rank_too(path: Path, host: RankHost) -> None:
     with LLM(str(path), tp=2, kv_format="fp32", **OPTIONS) as llm:
         assert llm.engine.ranks and len(ranks_here()) == 1
@@ -112,6 +116,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_leaves_nothing(path: Path, host: RankHost) -> None:
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(path)], stdout=subprocess.PIPE)
     assert engine.stdout and engine.stdout.readline() == b"serves\n"
@@ -128,6 +133,7 @@ def test_an_engine_that_is_killed_leaves_nothing(path: Path, host: RankHost) -> 
     engine.stdout.close()
 
 
+@pytest.mark.slow
 def test_several_ranks_of_a_host(path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(path), tp=4, kv_format="fp32", **OPTIONS) as llm:
         assert len(ranks_here()) == 3 and llm.engine.ranks, "one of the first host, and two of the other"
@@ -138,6 +144,7 @@ def test_several_ranks_of_a_host(path: Path, host: RankHost, monkeypatch: pytest
         assert answers(llm) == divided
 
 
+@pytest.mark.slow
 def test_nobody_without_the_key_starts_anything(
     path: Path, host: RankHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

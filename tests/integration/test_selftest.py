@@ -175,6 +175,7 @@ def test_the_pool_is_left_as_it_was(family: str, pages: int, tmp_path: Path) -> 
             assert all((raw(plane).view(torch.uint8) == 0xFF).all() for plane in entry.planes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3n_text", "gemma2", "deepseek_v3", "glm_moe_dsa"])
 def test_all_kinds_of_layers_pass(family: str, tmp_path: Path) -> None:
     """Windows, sinks, score capping, layers that read what others store, and latents."""

@@ -63,6 +63,7 @@ def check(engine: Engine) -> None:
     self_test(runner.plan, runner.pool, runner.backends, runner.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_parts_pass_and_leave_no_trace(kind: str, tokens: int, models: Any) -> None:

@@ -89,6 +89,7 @@ def drafting(
         assert counts.accepted < counts.drafted or not rejects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", SCHEMES)
 def test_every_scheme(kv_format: str, tiny: Path) -> None:
     plain = engine(tiny, kv_format=kv_format)
@@ -111,6 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("kind", "window"), rotated([*KINDS], [0, 5, 40], 2))
 def test_every_kind_of_attention_with_and_without_a_window(
@@ -145,6 +147,7 @@ def test_preemption(prefix_cache: bool, tiny: Path) -> None:
         assert pressed.engine.scheduler.metrics.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state_format", "prefix_cache"), [("fp32", True), ("int8", True), ("fp32", False)])
 def test_recurrent_states(state_format: str, prefix_cache: bool, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen3_next", **QWEN3_NEXT)
@@ -211,6 +214,7 @@ def test_parameters(name: str, temperature: float, tiny: Path) -> None:
         same(answers(llm, PROMPTS, **params), expected)
 
 
+@pytest.mark.slow
 def test_ends_inside_accepted_runs(tiny: Path) -> None:
     """Stop tokens, stop strings, bad words and lengths, wherever they fall in a run."""
     plain = engine(tiny)
@@ -269,6 +273,7 @@ def test_steps_before_the_last_is_read(tiny: Path) -> None:
         same(answers(llm, PROMPTS, **DRAWN), expected)
 
 
+@pytest.mark.slow
 def test_what_a_start_on_a_gpu_runs_of_drafts(tiny: Path, models: dict[str, Path]) -> None:
     """Here for its own sake: it leaves nothing behind, and answers are as before."""
     for model, kv_format in ((tiny, "nvfp4"), (models["chosen"], "nvfp4_ds_mla")):
@@ -321,6 +326,7 @@ def test_what_cannot_be_combined(tiny: Path, tmp_path: Path, models: dict[str, P
             speculation_plan.check(config, model_spec, lookup_gpu("h200"))
 
 
+@pytest.mark.slow
 def test_two_hundred_answers_of_as_many_seeds(tiny: Path) -> None:
     """Seed by seed the same, so that any statistic of them is."""
     params = {"max_tokens": 6, "temperature": 1.0, "n": 200, "seed": 1, "top_k": 4}

@@ -124,6 +124,7 @@ def test_the_device_knows_what_the_host_reads(
     assert len(starts) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"kv_format": "nvfp4"}, {"kv_format": "fp8", "drafts": 7}])
 def test_caches_of_few_bits(options: dict[str, Any], plain: Any, ahead: Any) -> None:
     expected = answers(plain(kv_format=options["kv_format"]), MANY, **LONG)
@@ -132,6 +133,7 @@ def test_caches_of_few_bits(options: dict[str, Any], plain: Any, ahead: Any) -> 
     assert len(counts) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_requests_come_and_go(params: dict[str, Any], plain: Any, ahead: Any) -> None:
     """With fewer places than requests, which end at different times: by length, by a token, by a string, by min_tokens."""
@@ -181,6 +183,7 @@ def test_an_end_does_not_stop_the_others(plain: Any, ahead: Any, monkeypatch: py
     assert sum(waited[1:-6]) == 0 and len(waited) > 12, waited
 
 
+@pytest.mark.slow
 def test_no_more_steps_near_the_ends(plain: Any, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step may bring less than the host takes it to, drafts are not cut short for that."""
     for prompts in (MANY[:1], MANY):
@@ -196,6 +199,7 @@ def test_no_more_steps_near_the_ends(plain: Any, ahead: Any, monkeypatch: pytest
         assert steps[0] <= steps[1] + 1, steps
 
 
+@pytest.mark.slow
 def test_few_pages(plain: Any, ahead: Any) -> None:
     """Requests are preempted and go on, as in the model's cache there are too few pages; then in the head's."""
     expected = answers(plain(), MANY, **GREEDY)
@@ -275,6 +279,7 @@ FEW = {"asked", "observed", "made"}
 """Once a step."""
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True])

@@ -100,6 +100,7 @@ def padded(prompts: list[list[int]]) -> Tensor:
     return torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 def test_tokens_are_those_of_the_engine(served: Served) -> None:
     """In one batch with padding, while the engine has no padding at all."""

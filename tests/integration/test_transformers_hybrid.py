@@ -113,6 +113,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and float((found - expected).abs().max()) < 1e-3
 
 
+@pytest.mark.slow
 def test_any_cut_is_the_same(model: Any) -> None:
     prompt = tokens(70, 3)
     expected = logits(model, [prompt], cache(model))

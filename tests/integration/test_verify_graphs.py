@@ -73,6 +73,7 @@ def same(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
             assert abs(mine.logprob - yours.logprob) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [record, live], ids=["recorded", "live"])
 @pytest.mark.parametrize("tokens", ["auto", "3"])
 def test_replayed_steps_give_the_answers_without_drafts(served: Any, how: Any, tokens: str) -> None:

@@ -55,6 +55,7 @@ def sweep_reference(block: Tensor, scale: Tensor, code: int) -> int:
     return candidates[found.index(min(found))]
 
 
+@pytest.mark.slow
 @given(x=blocks, scale=st.sampled_from([1.0, 0.037, 2.5e-3, 7e-6]))
 def test_nvfp4s_sweep_is_exact(x: object, scale: float) -> None:
     x_THD, one = torch.from_numpy(x), torch.tensor(scale)

@@ -53,6 +53,7 @@ def certified(tmp_path: Path) -> Certificate:
     return certify(Config(model=str(folder), kv_format="mxfp4", device="cpu"), sizes)
 
 
+@pytest.mark.slow
 def test_a_real_server(certified: Certificate, tmp_path: Path) -> None:
     assert certified.path
     model, log, kl = certified.path.parents[1], tmp_path / "log", certified.figures.kl

@@ -87,6 +87,7 @@ def test_a_warning_leaves_the_server_ready(changes: dict[str, float], words: str
         assert words in answer.json()["warning"]
 
 
+@pytest.mark.slow
 def test_a_real_server_tells() -> None:
     options = ("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "8", "--watch-fidelity", "1")
     with running(*options, "--fidelity-alert", "0.0001") as url:

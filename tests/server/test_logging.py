@@ -143,6 +143,7 @@ def test_a_plan_that_says_little() -> None:
     assert plan_summary({})["kv_format"] == ""
 
 
+@pytest.mark.slow
 def test_what_the_process_of_the_engine_logs_has_the_same_format() -> None:
     """The fidelity watch warns from there."""
     code = """
@@ -164,6 +165,7 @@ worker.main("ipc://" + sys.argv[1], "json")
     assert (json.loads(line)["level"], json.loads(line)["event"]) == ("warning", "over its limit")
 
 
+@pytest.mark.slow
 def test_a_server_logs_json_from_start_to_end(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

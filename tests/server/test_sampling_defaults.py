@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from conftest import FakeEngine, FakeTokens, running
 from nibble import SamplingParams
@@ -59,6 +60,7 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
     assert found == [[getattr(params, name) for name in names] for params in expected for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_real_server(tmp_path: Path) -> None:
     folder = set_generation_config(save_tiny(tmp_path), temperature=0.5, top_k=1)
     with running("--kv-memory", "4MiB", "--max-running", "4", model=str(folder)) as url:

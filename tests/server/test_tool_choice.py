@@ -85,6 +85,7 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "seed"), [("client", 1), ("marked", 2)])
 def test_a_call_must_come(where: str, seed: int, request: pytest.FixtureRequest) -> None:
     client, asked = request.getfixturevalue(where), {**ASKED, "seed": seed}
@@ -105,6 +106,7 @@ def test_a_call_must_come(where: str, seed: int, request: pytest.FixtureRequest)
     assert many.choices[0].finish_reason in {"tool_calls", "length"} and many.choices[0].message.tool_calls
 
 
+@pytest.mark.slow
 def test_the_next_turn_takes_the_call(marked: openai.OpenAI) -> None:
     asked = {**ASKED, "extra_body": {"logit_bias": {"3": 100}}}
     first = marked.chat.completions.create(**asked, tool_choice=PING_CHOICE).choices[0].message
@@ -128,6 +130,7 @@ def test_marks_are_text_only_where_they_are_asked_for(marked: openai.OpenAI) -> 
     assert "[TOOL_CALLS]" not in plain.content and "[ARGS]" not in plain.content
 
 
+@pytest.mark.slow
 def test_tools_that_may_be_called(client: openai.OpenAI, marked: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="--tool-format"):
         client.chat.completions.create(**ASKED)

@@ -124,6 +124,7 @@ def test_an_address_that_is_none_is_refused_at_the_start() -> None:
     assert done.returncode == 2 and "http://localhost:4318/v1/traces" in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_server_sends_spans_to_a_collector() -> None:
     got: list[bytes] = []
 

@@ -37,6 +37,7 @@ def copied(target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_image_s_wheel_is_built_from_what_it_copies(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     source = copied(tmp_path / "source")

@@ -43,6 +43,7 @@ except NibbleError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_users_script_sees_no_flags() -> None:
     told = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
     assert "kv_memory=" in told and "--" not in told

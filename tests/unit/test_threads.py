@@ -120,6 +120,7 @@ def test_the_environment_s_number_stays(machine: pytest.MonkeyPatch) -> None:
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_number(machine: pytest.MonkeyPatch, tiny: Path) -> None:
     prompt = list(range(32, 122))
     logits = []

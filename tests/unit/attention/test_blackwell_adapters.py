@@ -52,6 +52,7 @@ def find(name: str, phase: Phase) -> tuple[Case, Route]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_what_the_rows_allow_conforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = vendor_blackwell.install(monkeypatch, name)

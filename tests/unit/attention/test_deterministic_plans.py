@@ -25,6 +25,7 @@ def plan(model: str, **options: Any) -> Plan:
     return plan_cache(Config(model=model, deterministic=True, **options), H200, published=True).plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [QWEN, DEEPSEEK])
 @pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "fp8_e4m3"])
 def test_one_kernel_serves_all_phases(model: str, scheme: str) -> None:
@@ -53,6 +54,7 @@ def test_other_backends_are_refused(name: str) -> None:
     assert refusal.value.refusal.suggestion is not None
 
 
+@pytest.mark.slow
 def test_sparse_attention_is_refused() -> None:
     with pytest.raises(Unsupported, match="batch_invariance"):
         plan(SPARSE)

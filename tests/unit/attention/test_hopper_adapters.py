@@ -66,6 +66,7 @@ def cases(name: str) -> Iterator[tuple[Case, Route]]:
                 yield case, route
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "kind", "formats"),

@@ -79,6 +79,7 @@ def cases(name: str, arch: int) -> Iterator[tuple[Case, Route]]:
                 yield case, route
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch", "formats"),
     [

@@ -363,6 +363,7 @@ def test_what_works_is_a_call_in_python(model: str) -> None:
     assert call == f"LLM({model!r}, kv_format='fp8_e4m3', device='cpu')"
 
 
+@pytest.mark.slow
 def test_plan_of_what_does_not_fit_says_routes_and_what_is_missing() -> None:
     """Of a model whose weights are larger than the GPU: the routes, then needs and has; and no command that works."""
     refused = run("plan", "deepseek-r1", "--gpu", "h200", "--kv-format", "fp8_e4m3")

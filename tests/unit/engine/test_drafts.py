@@ -91,12 +91,14 @@ def chi_square(answers: Sequence[list[int]]) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow
 def test_answers_are_distributed_as_without_drafts() -> None:
     """100,000 answers, each with drafts of another length, against their probabilities."""
     answers = drafted(range(DRAWS), {"temperature": 1.0})
     assert chi_square(list(answers.values())) < CRITICAL
 
 
+@pytest.mark.slow
 def test_a_bias_is_noticed() -> None:
     """A draft that is accepted once in ten times although another token was drawn."""
     dice = random.Random(2)

@@ -22,6 +22,7 @@ def planned(tp: int, model: str = "qwen3-8b", **options: Any) -> Any:
     return plan_engine(Config(model=model, kv_format="nvfp4", tp=tp, **options), GPU, published=True)
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_part_of_heads_and_weights() -> None:
     one, four = planned(1), planned(4)
     assert [plan.model_spec.groups[0].q_heads for plan in (one, four)] == [32, 8]
@@ -40,6 +41,7 @@ def test_kv_heads_are_kept_by_several_ranks_where_they_are_fewer() -> None:
     assert any("KV heads (8) are kept by several GPUs" in note for note in plan.plan.notes)
 
 
+@pytest.mark.slow
 def test_a_model_that_one_gpu_does_not_hold_says_how_many_do() -> None:
     with pytest.raises(CapacityError, match="it needs --tp 4"):
         planned(1, "llama-3.3-70b")
@@ -65,6 +67,7 @@ def test_all_ranks_together_store_what_one_does(tp: int) -> None:
 # Experts by number, attention by requests
 
 
+@pytest.mark.slow
 def test_whole_experts_take_the_bytes_of_parts() -> None:
     parts, whole = planned(2, "gpt-oss-20b"), planned(2, "gpt-oss-20b", expert_parallel=True)
     ratio = whole.model_spec.weight_bytes / parts.model_spec.weight_bytes

@@ -134,6 +134,7 @@ def test_the_bundled_models_bring_theirs() -> None:
     assert all(source(model, scheme).origin is Origin.FILE for model, scheme in served.items())
 
 
+@pytest.mark.slow
 def test_a_second_plan_imports_no_torch(folder: Path, tmp_path: Path) -> None:
     add_scales(folder)
     code = (

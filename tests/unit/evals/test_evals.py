@@ -347,6 +347,7 @@ def test_a_yardstick_has_no_options_of_other_caches() -> None:
     assert same.hisparse == "on,buffer=4096"
 
 
+@pytest.mark.slow
 def test_states_are_measured_against_exact_ones(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, family="qwen3_next", **QWEN3_NEXT)
     sizes = replace(SMALL, recall_cases=0)
@@ -456,6 +457,7 @@ def test_skipped_tokens_are_not_scored(model: str) -> None:
         perplexity.split_text(TEXT, 20, list, "".join, 100_000)
 
 
+@pytest.mark.slow
 def test_schemes_at_the_same_time_measure_the_same(model: str, report: Report) -> None:
     """Each in a process of its own; what is measured so far is saved after each, in the order of the schemes."""
     saved: list[Report] = []

@@ -126,6 +126,7 @@ SHARED = {
 """Layers 4 and 5 read the pages of layers 2 and 3; three in six have windows."""
 
 
+@pytest.mark.slow
 def test_layers_that_share_kv(tmp_path: Path) -> None:
     """Whoever reads a layer's pages reads the candidate; and no layer reads what a candidate before it has left."""
     model = checkpoint(tmp_path / "shared", "gemma3n_text", **SHARED)

@@ -101,6 +101,7 @@ def run_program(program: str, cache: Path, **variables: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @needs_triton
 def test_triton_compiles_in_threads_once_and_a_second_start_not_at_all(tmp_path: Path) -> None:
     for kind in ("compiled", "found"):
@@ -125,6 +126,7 @@ AsyncCompile.process_pool().shutdown()
 )
 
 
+@pytest.mark.slow
 @needs_triton
 def test_processes_of_torchs_compiler_compile_where_there_are_any(tmp_path: Path) -> None:
     # What a process has compiled is found on disk.

@@ -229,6 +229,7 @@ def once(
     return bytes_of(target) + bytes_of(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_format", "places"),
     [
@@ -428,6 +429,7 @@ def hard(case: int) -> Tensor:
     return bits.view(torch.float32).bfloat16().float().nan_to_num(nan=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("kv_format", ENCODED)

@@ -64,6 +64,7 @@ def test_compiles_for_every_format(name: str, sizes: tuple[int, int, int]) -> No
     assert compiling.cubin(SOURCE, 90, variant(name, 90, dim, page, columns).macros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["lse", "join"])
 @pytest.mark.parametrize(
     ("name", "arch", "dim", "columns"),

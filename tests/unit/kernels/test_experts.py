@@ -47,6 +47,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 SIZES = [(1, 2, 4), (1, 4, 16), (3, 2, 60), (7, 8, 12), (16, 8, 160), (17, 3, 5), (64, 2, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), SIZES, ids=str)
 def test_the_twin_multiplies(tokens: int, chosen: int, experts: int) -> None:
     """Rows of tokens and rows of choices; with a bias and matrices the other way around."""

@@ -99,6 +99,7 @@ def check(scene: Scene, attend: Any, shapes: tuple[Any, ...], expected: Tensor) 
         assert torch.equal(found[3:10], whole[-7:]), "company"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_query_has_the_same_bits_however_it_comes(case: Case) -> None:
     scene = Scene(case.format, HEADS, DIM)
@@ -111,6 +112,7 @@ def test_a_query_has_the_same_bits_however_it_comes(case: Case) -> None:
     check(scene, attend, (FEW, MANY), naive.paged_attention(q_THD, scene.k, scene.v, batch, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "window"), [("bf16", None), ("fp8_e4m3", None), ("bf16", 21)])
 def test_a_query_over_latents_has_the_same_bits_however_it_comes(name: str, window: int | None) -> None:
     scene, rope = Scene(name, 1, 96), 32

@@ -193,6 +193,7 @@ def made(case: Case) -> tuple[Paged, AttentionBatch, Tensor, Tensor]:
     return keys, segment, q, weights
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scalars_bound_loops")
 @pytest.mark.parametrize("case", CASES if DEVICE == "cpu" else GPU_CASES, ids=str)
 def test_the_twin_chooses_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_tiles_are_whole_and_there_are_enough_of_them() -> None:
             assert tile.stages * (tile.outputs + rows) * tile.inputs * 2 <= hopper.memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (32, 2880), (128, 2048), (5, 33)])
 @pytest.mark.parametrize("rows", [1, 3, 16])

@@ -121,6 +121,7 @@ def test_log_sum_exps_without_the_mean(tokens: int, heads: int, kv_heads: int, d
     assert (found.lse_HT - expected.lse_HT).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page", "extra"),
     [

@@ -127,6 +127,7 @@ def test_more_tokens_of_an_expert_than_a_tile_has_room_for(together: int) -> Non
         assert error(found, layer.expected(x, layer.bias)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_tiles_compute_alike() -> None:
     layer = Layer("nvfp4", 5, 3, 9)
     for tile in (fast.Tile(16, 64), fast.Tile(64, 256, stages=2), fast.Tile(32, 512, stages=1)):

@@ -141,6 +141,7 @@ def test_blocks_have_about_the_same_to_do(requests: list[Request], most: float) 
 LENGTHS = st.tuples(st.integers(-200, 900), st.integers(1, 300)).filter(lambda r: sum(r) >= 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.sampled_from([None, 1, 100, 128, 300]))
 def test_prompts_of_any_lengths(requests: list[Request], window: int | None) -> None:
@@ -184,6 +185,7 @@ def test_prompts_share_a_launch_and_short_ones_go_elsewhere() -> None:
     assert [block.rows for block in blocks] == [slice(0, 328), slice(328, 458), slice(458, 958)]
 
 
+@pytest.mark.slow
 def test_few_rows_over_long_contexts_go_where_keys_are_split() -> None:
     long = KEYS * own.LONG_TILES
     few, enough = ([(long, 130)], 100), ([(long, 130)], 16)

@@ -339,6 +339,7 @@ def test_activations_that_are_no_numbers_stay_so() -> None:
     assert codes.float().isnan().nonzero().tolist() == [[0, 130]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", [x for x in Activations if x])
 def test_compiled_activations_are_those_of_the_definition(activations: Activations) -> None:
     x, scale = torch.randn(3, 5, 256, generator=RANDOM).bfloat16(), torch.tensor([0.01])

@@ -148,6 +148,7 @@ def stored_in(
     return pytest.mark.parametrize(("case", "format", "dtype"), values)
 
 
+@pytest.mark.slow
 @stored_in((*MATRICES, "selective"), STORED, 3)
 @pytest.mark.sample(8)
 def test_every_cut_has_the_bits_of_one_step(case: Case, format: str, dtype: torch.dtype) -> None:
@@ -188,6 +189,7 @@ def test_decodes(case: Case, format: str, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.slow
 @cases("delta, shared keys", "decay, no beta", "selective", "convolution")
 def test_rows_that_pad_a_request_belong_to_no_state(case: Case) -> None:
     """As in a recorded step with drafts: before each request's own rows, and of one request there is nothing else."""
@@ -260,6 +262,7 @@ def test_a_convolution_of_a_transposed_view_without_bias_and_activation() -> Non
 # ---- company, padding and drafts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @cases("delta, shared keys", "column decay", "selective", "convolution")
 def test_company_changes_no_bit(case: Case) -> None:
     """Requests of other lengths, one behind another, padding behind them, and NaN in rows of no request."""
@@ -305,6 +308,7 @@ def test_decodes_of_padding(case: Case) -> None:
         )
 
 
+@pytest.mark.slow
 @cases("delta, shared keys", "decay, shared keys", "delta, column decay", "selective", "convolution")
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("accepted", [0, 2, 4])

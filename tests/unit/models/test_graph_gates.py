@@ -153,6 +153,7 @@ def test_other_gates_stay(gate: Callable[[Tensor], Tensor]) -> None:
     assert not joins(names(lambda x, weight: gate(F.linear(x, weight))))
 
 
+@pytest.mark.slow
 def test_products_with_a_bias_stay() -> None:
     def biased(x: Tensor, weight: Tensor) -> Tensor:
         y = linear.linear(x, weight, weight[:, 0].contiguous())

@@ -205,6 +205,7 @@ def test_what_mixes_rows_stays(name: str) -> None:
     assert compiler.counts == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -66,6 +66,7 @@ def plan(model: Path, tmp_path: Path, *options: str) -> tuple[str, list[str]]:
     return run.stdout, run.stderr.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -86,12 +87,14 @@ def test_a_second_plan_needs_neither_torch_nor_transformers(
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_refusal_of_a_known_model_needs_no_torch_either(folder: Path, tmp_path: Path) -> None:
     plan(folder, tmp_path, "--gpu", "b200")
     _, errors = plan(folder, tmp_path, "--gpu", "b200", "--kv-format", "nvfp4", "--decode-backend", "fa3")
     assert errors[-3:] == ["3", "False", "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "code"), [("nvfp4", 0), ("fp5", 2)])
 def test_the_process_of_a_plan_ends_in_order(folder: Path, tmp_path: Path, scheme: str, code: int) -> None:
     temporary = tmp_path / "temporary"
