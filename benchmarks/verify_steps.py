@@ -53,7 +53,6 @@ from nibble.engine.sampler import SampledTokens
 from nibble.engine.speculative import Speculation
 from nibble.kernels import step_inputs
 from nibble.kernels.step_inputs import naive
-from nibble.kernels.transfer import to_device
 
 EXACT, QUANTISED = 0.05, 0.35
 """As in engine_gpu.py."""
@@ -61,6 +60,8 @@ SAME = 0.05
 """Most by which logits of a step differ with and without a record, norm over norm: a record has rows beside those of
 the step, and other kernels may multiply so many."""
 STEPS, LONG, WARMUP, REPLAYS, ROWS = 32, 160, 8, 20, 24
+MANY = 1024
+"""Steps whose coins are thrown together."""
 STEP_FLOORS = {1: 1.10, 8: 1.15, 32: 1.25}
 """Most times a decode step that a step with three drafts may take."""
 FORCED_FLOORS, NEVER_FLOORS = {1: 1.8, 8: 1.6}, {1: 0.97, 8: 0.97, 32: 0.97, 128: 0.98}
@@ -79,6 +80,8 @@ class Coins:
 
     def __init__(self, share: float) -> None:
         self._dice, self._share = random.Random(1), share
+        self._throws = dict[int, Iterator[tuple[list[int], Tensor]]]()
+        """Of the next steps of so many requests, on the host and on the device."""
         self._thrown = deque[list[int]]()
         """Of steps that the device has decided about, and the host has not read."""
         self._step = iter(list[int]())
@@ -104,19 +107,38 @@ class Coins:
         self, rows_B: Tensor, ends_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, *others: Any
     ) -> None:
         """In place of step_inputs.accept(), which gets tokens that make it decide so."""
-        (requests, length), device = ids_BL.shape, ids_BL.device
-        self._thrown.append([self.throw() for _ in range(requests)])
-        counts_B1 = to_device(self._thrown[-1], torch.int64, device)[:, None]
-        places_L, new_B1 = torch.arange(length, device=device), new_B[:, None]
-        at_BL, drawn_BL, drafts_BL = naive.compared(rows_B, new_B, ids_BL, tokens_S, *others)
-        other_BL = drawn_BL ^ (drawn_BL == drafts_BL).long()
-        forced_BL = torch.where(places_L < counts_B1, drafts_BL, other_BL)
-        is_forced_BL = (places_L <= counts_B1) & (places_L < new_B1 - 1)
-        # What is not forced goes behind the others.
-        tokens = torch.cat((tokens_S, tokens_S[:1]))
-        index_BL = torch.where(is_forced_BL, at_BL, len(tokens_S))
-        tokens.scatter_(0, index_BL.flatten(), forced_BL.flatten())
-        step_inputs.accept(rows_B, ends_B, new_B, ids_BL, tokens[:-1], *others)
+        thrown, counts_B = self._next(len(ids_BL), ids_BL.device)
+        self._thrown.append(thrown)
+        forced_S = forced(counts_B, rows_B, new_B, ids_BL, tokens_S, *others)
+        step_inputs.accept(rows_B, ends_B, new_B, ids_BL, forced_S, *others)
+
+    def _next(self, requests: int, device: torch.device) -> tuple[list[int], Tensor]:
+        """Throw for a step. Many are thrown together, so that none of them costs the device a copy."""
+        steps = self._throws.get(requests, iter(()))
+        while (step := next(steps, None)) is None:
+            throws = [[self.throw() for _ in range(requests)] for _ in range(MANY)]
+            steps = self._throws[requests] = zip(throws, torch.tensor(throws, device=device), strict=True)
+        return step
+
+
+def forced(
+    counts_B: Tensor, rows_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, *others: Any
+) -> Tensor:
+    """Return the sampled tokens [S], but that so many drafts of each request count, and no more."""
+    if tokens_S.is_cuda:
+        # By one launch: the step that is measured has the device meanwhile.
+        from forced_drafts import force
+
+        return force(counts_B, rows_B, new_B, ids_BL, tokens_S, *others)
+    at_BL, drawn_BL, drafts_BL = naive.compared(rows_B, new_B, ids_BL, tokens_S, *others)
+    counts_B1, places_L = counts_B[:, None], torch.arange(ids_BL.shape[1])
+    other_BL = drawn_BL ^ (drawn_BL == drafts_BL).long()
+    forced_BL = torch.where(places_L < counts_B1, drafts_BL, other_BL)
+    is_forced_BL = (places_L <= counts_B1) & (places_L < new_B[:, None] - 1)
+    # What is not forced goes behind the others.
+    tokens = torch.cat((tokens_S, tokens_S[:1]))
+    tokens.scatter_(0, torch.where(is_forced_BL, at_BL, len(tokens_S)).flatten(), forced_BL.flatten())
+    return tokens[:-1]
 
 
 @contextmanager

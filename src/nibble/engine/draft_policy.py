@@ -144,6 +144,18 @@ class StepTimes:
             self._medians.forget((size, old))
         self._medians.note((size, drafts), seconds)
 
+    def age(self, requests: int, drafts: int) -> int:
+        """Return how many steps of about as many requests ago such a step was measured; 0 where it was not."""
+        size = requests.bit_length()
+        newest = self._newest.get(size, {}).get(drafts)
+        return 0 if newest is None else self._steps[size] - newest
+
+    def forget(self, requests: int, drafts: int) -> None:
+        """Forget what such steps took."""
+        size = requests.bit_length()
+        self._newest.get(size, {}).pop(drafts, None)
+        self._medians.forget((size, drafts))
+
     def get(self, requests: int, drafts: int) -> float | None:
         """Return what such a step takes, None where it was not measured."""
         return self._medians.get((requests.bit_length(), drafts))
@@ -335,12 +347,27 @@ class DraftPolicy:
         margin = MARGIN if self._since_drafts else 1.0
         interval = min(max(max(extra.values()) / PROBE_COST, SHORTEST_PROBE), LONGEST_PROBE)
         self._since_drafts += 1
-        if likely[best] <= margin * extra[best] * requests and self._since_drafts < interval:
+        pays = likely[best] > margin * extra[best] * requests
+        if not pays and self._since_drafts < interval:
+            return 0
+        if pays and self._is_doubtful(requests, best, likely[best]):
+            # Measured anew, as what was never measured.
+            self.times.forget(requests, 0)
+            self._tries.pop((size, 0), None)
+            self._unmeasured, self._is_try = (size, 0), True
             return 0
         self._since_drafts = 0
         if self.times.get(requests, best) is None:
             self._unmeasured = size, best
         return best
+
+    def _is_doubtful(self, requests: int, drafts: int, likely: float) -> bool:
+        """Return whether drafts pay by the time alone that was measured without, and not lately.
+
+        Where the host was held up in these few steps, drafts would seem to pay though none is right.
+        """
+        assumed = _assumed_ratio(requests, drafts) - 1
+        return likely <= MARGIN * assumed * requests and self.times.age(requests, 0) >= SHORTEST_PROBE
 
     def _forget(self) -> None:
         """Forget the last choice, and from time to time what became of tries."""

@@ -227,6 +227,21 @@ def test_times_of_long_ago_say_nothing() -> None:
     assert times.get(8, 7) == 3.0, "those of other numbers of requests are as old as they were"
 
 
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 40), (0.7, 180, 201)])
+def test_drafts_that_pay_by_a_wrong_time_alone_do_not_go_on(share: float, least: int, most: int) -> None:
+    """The host was held up in the few steps without drafts that were measured."""
+    policy, likely, seconds = DraftPolicy(), {n: 8 * Likelihood(share).expected(n) for n in (3, 7)}, 0.0
+    for drafts, taken in {**VERIFY_MS[8], 0: 3 * DECODE_MS[8]}.items():
+        for _ in range(3):
+            policy.times.note(8, drafts, taken)
+    chosen = [policy.choose(8, likely)]
+    for _ in range(200):
+        policy.launched(8, chosen[-1], seconds, waited=bool(chosen[-1]))
+        seconds += VERIFY_MS[8][chosen[-1]] if chosen[-1] else DECODE_MS[8]
+        chosen.append(policy.choose(8, likely))
+    assert least <= sum(drafts > 0 for drafts in chosen) <= most
+
+
 def test_what_cannot_be_measured_is_not_tried_for_ever() -> None:
     """Steps without drafts that are all waited for, as those of grammars may be."""
     policy, now, chosen = DraftPolicy(), 0.0, list[int]()
