@@ -252,6 +252,8 @@ class DraftPolicy:
     _is_try: bool = False
     """Whether it was chosen in order to measure it."""
     _num_choices: int = 0
+    _next_probe: int = SHORTEST_PROBE
+    """Steps without drafts after which some are tried: twice as many each time."""
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
     _last: LaunchedStep | None = None
@@ -348,8 +350,10 @@ class DraftPolicy:
         interval = min(max(max(extra.values()) / PROBE_COST, SHORTEST_PROBE), LONGEST_PROBE)
         self._since_drafts += 1
         pays = likely[best] > margin * extra[best] * requests
-        if not pays and self._since_drafts < interval:
+        if not pays and self._since_drafts < min(interval, self._next_probe):
             return 0
+        # A few drafts that are wrong by chance may have ended it.
+        self._next_probe = SHORTEST_PROBE if pays else 2 * self._next_probe
         if pays and self._is_doubtful(requests, best, likely[best]):
             # Measured anew, as what was never measured.
             self.times.forget(requests, 0)
@@ -417,7 +421,7 @@ class DraftPolicy:
         Args:
             requests: that it has.
             drafts: tokens that were drafted for each.
-            now: seconds on any clock.
+            now: seconds on any clock; of a step that runs behind another, when the newest one that was read had ended.
             waited: whether the step before it was read first.
         """
         self._note_try(drafts)

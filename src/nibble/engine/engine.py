@@ -116,6 +116,10 @@ class Engine:
     """What steps brought that is to be counted and told."""
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
     """Of a step that is being told: what requests gained, and whether they have ended with it."""
+    _read_at: float = field(default=0.0, init=False)
+    """When the newest step was read, in seconds."""
+    _noted_at: float = field(default=0.0, init=False)
+    """When the newest step was launched, as the policy of drafts has it."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -357,14 +361,18 @@ class Engine:
         """Note when a step was launched, so that it is known what steps with drafts take."""
         if self.speculation is None:
             return
+        # The device goes on with a step when the one before it ends, which the host sees while it waits for it. When it
+        # launched the step depends on what else it had to do, and of a few steps that is most of a difference.
+        runs_on = batch is not None and len(self._in_flight) > 1
+        self._noted_at = now = max(self._read_at, self._noted_at) if runs_on else perf_counter()
         if batch is None or not all(item.phase.decodes for item in batch.scheduled):
-            self.speculation.policy.interrupted(perf_counter() if batch else None, waited=waited)
+            self.speculation.policy.interrupted(now if batch else None, waited=waited)
             return
         drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
         self.speculation.settle()
         # As many as the recorded step has that serves them.
         drafts = self.speculation.rounded(drafts)
-        self.speculation.policy.launched(count, drafts, perf_counter(), waited=waited)
+        self.speculation.policy.launched(count, drafts, now, waited=waited)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Check that a prompt can be served.
@@ -449,6 +457,7 @@ class Engine:
                 self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
             drafts_of = self.speculation.drafts_of if self.speculation else None
             (runs, num_drafts), logprobs = step.read(drafts_of), step.read_logprobs()
+            self._read_at = perf_counter()
             prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             if self.ranks:
                 self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
