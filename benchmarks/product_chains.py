@@ -34,7 +34,7 @@ WEIGHTS = {name: SHAPES[name] for name in ("qkv", "o", "gated", "down")}
 """N and K, in the order in which a layer multiplies."""
 LIBRARY, TRITON = "library", "triton"
 HIDDEN, EPS = 4096, 1e-5
-STAGES = range(3, 9)
+STAGES = range(3, 13)
 FEWEST_BLOCKS = 48
 ROUNDS, REPLAYS, SHOWN = 5, 4, 5
 GAIN_US = 0.3

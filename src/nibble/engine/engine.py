@@ -368,11 +368,8 @@ class Engine:
         if batch is None or not all(item.phase.decodes for item in batch.scheduled):
             self.speculation.policy.interrupted(now if batch else None, waited=waited)
             return
-        drafts, count = max(len(item.drafts) for item in batch.scheduled), len(batch.scheduled)
-        self.speculation.settle()
-        # As many as the recorded step has that serves them.
-        drafts = self.speculation.rounded(drafts)
-        self.speculation.policy.launched(count, drafts, now, waited=waited)
+        drafts = max(len(item.drafts) for item in batch.scheduled)
+        self.speculation.note_launch(len(batch.scheduled), drafts, now, waited=waited)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Check that a prompt can be served.

@@ -170,6 +170,9 @@ class Speculation:
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
+    _num_drawn: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    """Drafts of a request in the newest recorded step that has room for so many, by the number of requests: a head may
+    draw fewer than it may."""
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
 
@@ -375,6 +378,13 @@ class Speculation:
             lengths = {one: min(length, num_drafts) for one, length in lengths.items() if num_drafts}
         return lengths
 
+    def note_launch(self, running: int, drafts: int, now: float, *, waited: bool) -> None:
+        """Note a step without prompts that was launched, with so many drafts a request; see DraftPolicy.launched()."""
+        self.settle()
+        count = self.rounded(drafts)
+        self._num_drawn[running.bit_length(), count] = drafts
+        self.policy.launched(running, count, now, waited=waited)
+
     def rounded(self, drafts: int) -> int:
         """Return the drafts of a request in the recorded step that has room for so many; 0 for none."""
         counts = (length - 1 for length in reversed(recorded_lengths(1 + self.max_tokens)))
@@ -397,7 +407,8 @@ class Speculation:
         for one, length in lengths.items():
             likelihood = self._length(one).likelihood
             for count in counts:
-                likely[count] += likelihood.expected(min(count, length))
+                num_drawn = self._num_drawn.get((running.bit_length(), count), count)
+                likely[count] += likelihood.expected(min(count, length, num_drawn))
         return self.policy.choose(running, likely)
 
     def _length_at(self, request: Request, num_tokens: int) -> int:

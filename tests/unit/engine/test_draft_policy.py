@@ -316,6 +316,19 @@ def test_the_best_length_is_chosen() -> None:
     assert DraftPolicy(times).choose(4, {1: 0.2, 3: 0.22, 7: 0.22}) == 0
 
 
+def test_what_a_head_does_not_draw_is_not_counted() -> None:
+    """A step with room for seven drafts pays if it has seven, and not with the four that are drawn."""
+    made, request = Speculation("says", Says(), 7, True, 256, 999, overlaps=True), Request("r", [0, 0])
+    for drafts, seconds in ((0, 4.4), (1, 5.0), (3, 5.5), (7, 6.3)):
+        for _ in range(3):
+            made.policy.times.note(1, drafts, seconds)
+    assert made._choose(1, {request: 7}) == 7
+    made.note_launch(1, 4, 0.0, waited=True)
+    assert made._choose(1, {request: 7}) == 3
+    made.note_launch(1, 7, 1.0, waited=True)
+    assert made._choose(1, {request: 7}) == 7
+
+
 def test_the_time_of_drafting_is_that_of_the_step_that_it_is_for() -> None:
     policy, now = DraftPolicy(), 0.0
     for place in range(24):

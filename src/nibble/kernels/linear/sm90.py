@@ -107,8 +107,7 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     """Choose a tile: the fastest on an H200, or nearly, of those of benchmarks/linear.py.
 
     Where blocks of one warpgroup are about as many as multiprocessors, and K is cut, it is the one that was fastest in
-    chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): for few inputs up to 64 rows, for many
-    from more than 16 on.
+    chains of layers (benchmarks/product_chains.py, weights of 4096 outputs): of many inputs from more than 16 rows on.
 
     Args:
         outputs: Rows of the weight, of both halves if gated.
@@ -124,7 +123,7 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         (n for n in SPLITS if n * narrow_columns <= processors and n <= cdiv(inputs, INPUTS)), default=1
     )
     is_full = splits > 1 and splits * narrow_columns >= FULL * processors
-    if is_full and (rows > MMA_ROWS if inputs > LONG else rows <= 64):
+    if is_full and (inputs <= LONG or rows > MMA_ROWS):
         tile = _alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
