@@ -37,12 +37,14 @@ def forced_kernel(
 
 
 def force(
-    counts_B: Tensor, _: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified, drafts_KR: Tensor
+    counts_B: Tensor, rows_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, verified: Verified,
+    drafts_KR: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the sampled tokens [S], but that so many drafts of each request count, and no more.
 
     Args:
         counts_B: how many.
+        rows_B: rows of the page tables, which it does without.
         new_B: new tokens of each.
         ids_BL: ids of a step's rows, as step_inputs.accept() takes them.
         tokens_S: what was sampled.

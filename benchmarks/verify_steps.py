@@ -109,7 +109,7 @@ class Coins:
         """In place of step_inputs.accept(), which gets tokens that make it decide so."""
         thrown, counts_B = self._next(len(ids_BL), ids_BL.device)
         self._thrown.append(thrown)
-        forced_S = forced(counts_B, rows_B, new_B, ids_BL, tokens_S, *others)
+        forced_S = force(counts_B, rows_B, new_B, ids_BL, tokens_S, *others)
         step_inputs.accept(rows_B, ends_B, new_B, ids_BL, forced_S, *others)
 
     def _next(self, requests: int, device: torch.device) -> tuple[list[int], Tensor]:
@@ -121,15 +121,22 @@ class Coins:
         return step
 
 
-def forced(
+def force(counts_B: Tensor, *inputs: Any) -> Tensor:
+    """Return the sampled tokens [S], but that so many drafts of each request count, and no more.
+
+    On a GPU by one launch: the step that is measured has the device meanwhile.
+    """
+    if not counts_B.is_cuda:
+        return force_by_torch(counts_B, *inputs)
+    import forced_drafts
+
+    return forced_drafts.force(counts_B, *inputs)
+
+
+def force_by_torch(
     counts_B: Tensor, rows_B: Tensor, new_B: Tensor, ids_BL: Tensor, tokens_S: Tensor, *others: Any
 ) -> Tensor:
-    """Return the sampled tokens [S], but that so many drafts of each request count, and no more."""
-    if tokens_S.is_cuda:
-        # By one launch: the step that is measured has the device meanwhile.
-        from forced_drafts import force
-
-        return force(counts_B, rows_B, new_B, ids_BL, tokens_S, *others)
+    """Return the same by the book."""
     at_BL, drawn_BL, drafts_BL = naive.compared(rows_B, new_B, ids_BL, tokens_S, *others)
     counts_B1, places_L = counts_B[:, None], torch.arange(ids_BL.shape[1])
     other_BL = drawn_BL ^ (drawn_BL == drafts_BL).long()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nibble.errors import BackendError
 from nibble.kernels import gpu_of
+from nibble.kernels import linear as op
 from nibble.kernels.gated import naive
 from nibble.kernels.linear import sm90
 from nibble.kernels.linear.sm90 import Tile
@@ -51,6 +52,19 @@ def check(
     torch.testing.assert_close(actual, expected, rtol=2**-6, atol=1e-30)
     # The exponential may differ by a last bit here and there; of few values that is many.
     assert (actual != expected).sum() <= 2e-3 * actual.numel() + 2
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (4096, 4096)])
+def test_a_trial_times_every_way_and_keeps_nothing(shape: tuple[int, int]) -> None:
+    """Also of a small weight, whose copies lie in the GPU's cache together."""
+    weight = integers(*shape)
+    for most in op.PRODUCT.of(weight):
+        x, left = integers(op.TRIALS[most], shape[1]), list[int]()
+        for _ in range(2):  # libraries keep what they allocate the first time
+            times = {name: op._ms(way, x, weight) for name, way in op.PRODUCT.ways(weight, most).items()}
+            left.append(torch.cuda.memory_allocated())
+        assert len(times) > 1 and all(ms > 0 for ms in times.values()), times
+        assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8])

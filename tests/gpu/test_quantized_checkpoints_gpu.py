@@ -124,7 +124,7 @@ def test_logits_are_those_of_unpacked_weights(name: str) -> None:
     assert product <= TOLERANCE and packed <= TIMES * error(unpacked, exact)
 
 
-def prepared(model: Any) -> Any:
+def prepare(model: Any) -> Any:
     """The model with kernels for its packed products."""
     prepare_linears(model)
     prepare_quantized(model)
@@ -162,13 +162,13 @@ def test_logits_are_those_of_dequantised_weights(name: str) -> None:
     for dtype in ("float16", "bfloat16"):
         model = read(name, Handling.PACKED, dtype=dtype)
         if quantized_layers(model) or packed_matrices(model):
-            errors.append(error(logits(float32_around(prepared(model))), exact))
+            errors.append(error(logits(float32_around(prepare(model))), exact))
     print(f"{name}: {', '.join(f'{one:.1e}' for one in errors)}")
     # In bfloat16 inputs and outputs of products are rounded by up to two thirds of that.
     assert errors and min(errors) <= TOLERANCE and max(errors) <= 1.5 * TOLERANCE
 
 
-def quantised(x: Tensor, layer: QuantizedLinear) -> Tensor:
+def quantise(x: Tensor, layer: QuantizedLinear) -> Tensor:
     """Inputs of a layer in float32, with the errors that the definition gives them in FP8."""
     activations, input_scale = layer.activations, layer.input_scale
     codes, scale = naive.quantize_activations(x.to(layer.dtype), activations, input_scale)
@@ -178,16 +178,16 @@ def quantised(x: Tensor, layer: QuantizedLinear) -> Tensor:
 
 @pytest.mark.parametrize("name", FP8_ACTIVATIONS)
 def test_logits_are_those_of_dequantised_weights_and_quantised_inputs(name: str) -> None:
-    """With the same inputs of each product, since codes differ where an input does in a last bit, and so on through the
-    model. What these are is held against the definition, too."""
+    """With the tested model's own inputs at each product, quantised by the definition: codes differ where an input does in
+    a last bit, and so on through the model. Each product is held against its definition besides, of the same inputs."""
     model, reference = read(name, Handling.PACKED, AUTO), read(name, Handling.UNPACKED, dtype="float32")
     product, inputs = max(product_errors(read(name, Handling.PACKED, AUTO))), dict[str, deque[Tensor]]()
-    for place, module in prepared(model).named_modules():
+    for place, module in prepare(model).named_modules():
         layer = module.product.layer if isinstance(module, MergedLinear) else module
         if isinstance(layer, QuantizedLinear) and layer.activations is not Activations.NONE:
             inputs[place] = deque()
             module.register_forward_pre_hook(
-                lambda _, x, layer=layer, to=inputs[place]: to.append(quantised(x[0], layer))
+                lambda _, x, layer=layer, to=inputs[place]: to.append(quantise(x[0], layer))
             )
     for place in inputs:
         reference.get_submodule(place).register_forward_pre_hook(

@@ -170,10 +170,10 @@ def test_an_end_does_not_stop_the_others(plain: Any, ahead: Any, monkeypatch: py
     assert {len(one.token_ids) for one in shorter} > {LONG["max_tokens"]}
     waited, note = list[bool](), loop.Engine._note_launch
 
-    def noted(self: Any, batch: Any, has_waited: bool) -> None:
+    def noted(self: Any, batch: Any, has_waited: bool, launched_at: float) -> None:
         if batch and all(item.phase.decodes for item in batch.scheduled):
             waited.append(has_waited)
-        note(self, batch, has_waited)
+        note(self, batch, has_waited, launched_at)
 
     monkeypatch.setattr(loop.Engine, "_note_launch", noted)
     llm = ahead()

@@ -9,7 +9,8 @@ tokens to those whose drafts are right. It pays where
 Both times are measured as steps go by, and how likely a draft is right is learnt from those before. What was not
 measured, or long ago, is taken to be in proportion to what was; so a few steps go without drafts, or have another
 number of them, where that might pay more than what is known. Where drafts do not pay, a step has some nevertheless from
-time to time, as what is being written may change; so rarely that all of these cost less than PROBE_COST.
+time to time, as what is being written may change, or they were wrong by chance: after a few steps, then more and more
+rarely, until they cost less than PROBE_COST.
 
 The time of a step with drafts includes what the drafter took for them, which is measured apart: it may be a model of
 its own. That also says what a token is worth, the seconds that the engine takes for one now, by which a model that
@@ -43,7 +44,7 @@ TRIES = 8
 has prompts, which count an eighth each. So many times out of SHORT, too, fewer drafts may come than were chosen."""
 SHORT, PROMPT_TRY = 128, 0.125
 PROBE_COST = 0.005
-"""Part of all time that drafts may take that are not likely to pay."""
+"""Part of all time that drafts may take that are not likely to pay, once they were tried a few times."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
 """Steps between those."""
 TOKEN_SHARE = 0.025
@@ -134,7 +135,7 @@ class StepTimes:
     """How many steps there were."""
 
     def note(self, requests: int, drafts: int, seconds: float) -> None:
-        """Note the time from one launch to the next."""
+        """Note what a step took."""
         size = requests.bit_length()
         self._steps[size] = self._steps.get(size, 0) + 1
         newest = self._newest.setdefault(size, {})
@@ -254,6 +255,8 @@ class DraftPolicy:
     _num_choices: int = 0
     _next_probe: int = SHORTEST_PROBE
     """Steps without drafts after which some are tried: twice as many each time."""
+    _doubt_after: int = SHORTEST_PROBE
+    """Steps after which the time of steps without may be doubted: twice as many each time."""
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
     _last: LaunchedStep | None = None
@@ -353,9 +356,10 @@ class DraftPolicy:
         if not pays and self._since_drafts < min(interval, self._next_probe):
             return 0
         # A few drafts that are wrong by chance may have ended it.
-        self._next_probe = SHORTEST_PROBE if pays else 2 * self._next_probe
+        self._next_probe = SHORTEST_PROBE if pays else min(2 * self._next_probe, LONGEST_PROBE)
         if pays and self._is_doubtful(requests, best, likely[best]):
-            # Measured anew, as what was never measured.
+            # Measured anew, as what was never measured; less and less often where it was right.
+            self._doubt_after = min(2 * self._doubt_after, OLD)
             self.times.forget(requests, 0)
             self._tries.pop((size, 0), None)
             self._unmeasured, self._is_try = (size, 0), True
@@ -366,12 +370,13 @@ class DraftPolicy:
         return best
 
     def _is_doubtful(self, requests: int, drafts: int, likely: float) -> bool:
-        """Return whether drafts pay by the time alone that was measured without, and not lately.
+        """Return whether drafts pay by measured times alone, and a step without was not measured lately.
 
-        Where the host was held up in these few steps, drafts would seem to pay though none is right.
+        By the ratio that is assumed where nothing is measured they would not. Where the host was held up in the few
+        steps without, drafts seem to pay though none is right.
         """
         assumed = _assumed_ratio(requests, drafts) - 1
-        return likely <= MARGIN * assumed * requests and self.times.age(requests, 0) >= SHORTEST_PROBE
+        return likely <= MARGIN * assumed * requests and self.times.age(requests, 0) >= self._doubt_after
 
     def _forget(self) -> None:
         """Forget the last choice, and from time to time what became of tries."""
@@ -379,6 +384,7 @@ class DraftPolicy:
         self._num_choices += 1
         if self._num_choices % OLD == 0:
             self._tries.clear()
+            self._doubt_after = SHORTEST_PROBE
         if self._num_choices % SHORT == 0:
             self._shortfalls.clear()
 
@@ -468,7 +474,7 @@ class DraftPolicy:
         Args:
             last: the step launched last.
             before: the one before that.
-            seconds: between the launches of `last` and the next one, but for drafting.
+            seconds: between the times of `last` and the next one (see launched()), but for drafting.
             waited: whether `last` was read before that one was launched.
         """
         whole, step = seconds + last.drafting, last

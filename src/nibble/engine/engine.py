@@ -284,14 +284,17 @@ class Engine:
             batch = self._follow() if waits and self.overlap else self._next(waits)
             waited = waits and not self._in_flight
             is_launched = batch is not None and self._launch(batch)
+            launched_at = perf_counter()
             self._store_read()
             self._emit_pending()
-            self._note_launch(batch if is_launched else None, waited)
+            self._note_launch(batch if is_launched else None, waited, launched_at)
             # The step before is read only now, while the device computes the new one.
             self._collect(max_in_flight=1 if is_launched else 0)
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
+            if self.speculation and not self._streams:
+                self.speculation.policy.interrupted()
             self._flush_events()
 
     def _waits(self) -> bool:
@@ -357,14 +360,14 @@ class Engine:
         draftable, others = self.scheduler.draftable, sum(len(step.sampling) for step in self._in_flight)
         return self.speculation.propose(draftable, self.scheduler.draft_room, others)
 
-    def _note_launch(self, batch: Batch | None, waited: bool) -> None:
+    def _note_launch(self, batch: Batch | None, waited: bool, launched_at: float) -> None:
         """Note when a step was launched, so that it is known what steps with drafts take."""
         if self.speculation is None:
             return
         # The device goes on with a step when the one before it ends, which the host sees while it waits for it. When it
         # launched the step depends on what else it had to do, and of a few steps that is most of a difference.
         runs_on = batch is not None and len(self._in_flight) > 1
-        self._noted_at = now = max(self._read_at, self._noted_at) if runs_on else perf_counter()
+        self._noted_at = now = max(self._read_at, self._noted_at) if runs_on else launched_at
         if batch is None or not all(item.phase.decodes for item in batch.scheduled):
             self.speculation.policy.interrupted(now if batch else None, waited=waited)
             return
@@ -454,7 +457,6 @@ class Engine:
                 self.runner.send_pages(self.scheduler.reserve_ahead(step.batch))
             drafts_of = self.speculation.drafts_of if self.speculation else None
             (runs, num_drafts), logprobs = step.read(drafts_of), step.read_logprobs()
-            self._read_at = perf_counter()
             prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             if self.ranks:
                 self.ranks.check()  # sums with a rank that is gone end, with values that mean nothing
@@ -462,6 +464,8 @@ class Engine:
             self._in_flight.popleft()
             self._fail_batch(step.batch, self._explained(error))
             return None
+        finally:
+            self._read_at = perf_counter()
         self._in_flight.popleft()
         scores = by_request(step.batch, prompt_logprobs) if prompt_logprobs else {}
         with self._whole(step.batch):

@@ -6,7 +6,7 @@ Shape suffixes: B rows of a decode step, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from nibble.attention.planner.plan import MIN_ROWS
 from nibble.engine.page_tables import PageTables
 from nibble.engine.step_tokens import VerifyInputs
 from nibble.errors import BackendError
+from nibble.kernels.capture import end_capture
 from nibble.kernels.step_inputs import Verified, settle_inputs
 from nibble.kernels.transfer import HostInputs
 
@@ -235,13 +236,7 @@ class CudaGraphs:
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
         def end() -> Callable[[], None]:
-            try:
-                graph.capture_end()
-            except Exception:
-                # What the capture cannot hold has ended it, but not that memory is taken from its pool.
-                with suppress(Exception):
-                    torch._C._cuda_endAllocateToPool(self._stream.device_index, self._memory)
-                raise
+            end_capture(graph, self._stream.device_index, self._memory)
             return graph.replay
 
         return end

@@ -20,6 +20,7 @@ draft that is taken back leaves nothing behind: its slot is written again.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +28,15 @@ from time import perf_counter
 from typing import Any
 
 from nibble.drafts import recorded_lengths
-from nibble.engine.draft_policy import LONGEST_PAUSE, SHORTEST_PAUSE, DraftPolicy, Gain, Likelihood, Medians
+from nibble.engine.draft_policy import (
+    LONGEST_PAUSE,
+    SHORT,
+    SHORTEST_PAUSE,
+    DraftPolicy,
+    Gain,
+    Likelihood,
+    Medians,
+)
 from nibble.engine.drafters import Drafter
 from nibble.engine.drafters.base import DraftTask, HeadDrafter
 from nibble.engine.request import Batch, Request, ScheduledRequest
@@ -36,6 +45,8 @@ log = logging.getLogger("nibble.drafts")
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
+NEWEST = 4
+"""Steps of which the longest drafts say how many are drawn."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
@@ -170,9 +181,10 @@ class Speculation:
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
-    _num_drawn: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
-    """Drafts of a request in the newest recorded step that has room for so many, by the number of requests: a head may
-    draw fewer than it may."""
+    _num_drawn: dict[tuple[int, int], deque[int]] = field(default_factory=dict, init=False)
+    """Drafts of a request in the newest recorded steps with room for so many, by the number of requests: a head may
+    draw fewer."""
+    _num_launches: int = field(default=0, init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
 
@@ -382,7 +394,10 @@ class Speculation:
         """Note a step without prompts that was launched, with so many drafts a request; see DraftPolicy.launched()."""
         self.settle()
         count = self.rounded(drafts)
-        self._num_drawn[running.bit_length(), count] = drafts
+        self._num_launches += 1
+        if self._num_launches % SHORT == 0:
+            self._num_drawn.clear()  # as there may be more by now
+        self._num_drawn.setdefault((running.bit_length(), count), deque(maxlen=NEWEST)).append(drafts)
         self.policy.launched(running, count, now, waited=waited)
 
     def rounded(self, drafts: int) -> int:
@@ -407,7 +422,7 @@ class Speculation:
         for one, length in lengths.items():
             likelihood = self._length(one).likelihood
             for count in counts:
-                num_drawn = self._num_drawn.get((running.bit_length(), count), count)
+                num_drawn = max(self._num_drawn.get((running.bit_length(), count), (count,)))
                 likely[count] += likelihood.expected(min(count, length, num_drawn))
         return self.policy.choose(running, likely)
 

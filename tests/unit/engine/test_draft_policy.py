@@ -28,6 +28,7 @@ from nibble.engine.draft_policy import (
     _assumed_ratio,
 )
 from nibble.engine.drafters.base import DraftTask
+from nibble.engine.engine import Engine
 from nibble.engine.request import Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.speculative import Speculation
@@ -314,6 +315,32 @@ def test_the_best_length_is_chosen() -> None:
     assert DraftPolicy(times).choose(4, {1: 2.0, 3: 4.0, 7: 5.0}) == 3
     assert DraftPolicy(times).choose(4, {1: 3.5, 3: 12.0, 7: 25.0}) == 7
     assert DraftPolicy(times).choose(4, {1: 0.2, 3: 0.22, 7: 0.22}) == 0
+
+
+def test_a_step_counts_from_the_end_of_the_one_before() -> None:
+    """Whenever it was launched meanwhile; and from its launch where nothing runs in front of it."""
+    noted = list[tuple[float, bool]]()
+    policy = SimpleNamespace(interrupted=lambda now, waited: noted.append((now, waited)))
+    made = SimpleNamespace(
+        policy=policy, note_launch=lambda _, drafts, now, waited: noted.append((now, waited))
+    )
+    engine: Any = SimpleNamespace(speculation=made, _in_flight=[], _read_at=3.0, _noted_at=0.0)
+    step = SimpleNamespace(phase=SimpleNamespace(decodes=True), drafts=())
+    decodes, prompts = (
+        SimpleNamespace(scheduled=[step]),
+        SimpleNamespace(scheduled=[SimpleNamespace(phase=SimpleNamespace(decodes=False))]),
+    )
+    for batch, in_flight, read_at, waited, launched_at in (
+        (decodes, 1, 3.0, False, 10.0),  # after a pause
+        (decodes, 2, 3.0, False, 10.5),  # behind it, which is not read
+        (decodes, 2, 15.0, False, 16.5),  # the host was late
+        (decodes, 1, 20.0, True, 21.0),  # it needed the tokens
+        (prompts, 2, 25.0, False, 26.0),
+        (None, 0, 30.0, False, 31.0),
+    ):
+        engine._in_flight, engine._read_at = [None] * in_flight, read_at
+        Engine._note_launch(engine, batch, waited, launched_at)  # type: ignore[arg-type]
+    assert noted == [(10.0, False), (10.0, False), (15.0, False), (21.0, True), (25.0, False), (None, False)]
 
 
 def test_what_a_head_does_not_draw_is_not_counted() -> None:

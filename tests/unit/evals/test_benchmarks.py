@@ -491,3 +491,35 @@ def test_reuse_of_conversations() -> None:
     ]  # fmt: skip
     table = hybrid_replay.table(turns, cold)
     assert "| 1 | 100 | 0.0% | 0.0% | 100 ms | 400 ms |" in table and "| 98.0% | 90.0% |" in table
+
+
+def test_drafts_are_forced_by_the_kernel_as_by_torch() -> None:
+    """The coin of verify_steps.py, which decides on a GPU."""
+    pytest.importorskip("triton")
+    import forced_drafts
+    import verify_steps
+
+    rng = torch.Generator().manual_seed(0)
+    for requests, length in itertools.product((2, 4, 8), (4, 8)):
+        new_B = torch.randint(0, length + 1, (requests,), generator=rng)
+        ids_BL = torch.randint(-9, 5, (requests, length), generator=rng)
+        ids_BL[ids_BL == -1] = 3  # what was sampled last is no draft
+        drafts_KR, tokens_S = (torch.randint(0, 5, shape, generator=rng) for shape in ((16, 20), (99,)))
+        counts_B, others = (
+            torch.randint(0, 8, (requests,), generator=rng),
+            (SimpleNamespace(latest_R=drafts_KR[0]), drafts_KR),
+        )
+        inputs: tuple[Any, ...] = (
+            torch.arange(requests),
+            new_B,
+            ids_BL,
+            tokens_S[: max(int(new_B.sum()), 1)],
+            *others,
+        )
+        forced, expected = (
+            force(counts_B, *inputs)[: new_B.sum()]
+            for force in (forced_drafts.force, verify_steps.force_by_torch)
+        )
+        assert torch.equal(forced, expected) and (
+            new_B.sum() < 4 or not torch.equal(forced, tokens_S[: len(forced)])
+        )

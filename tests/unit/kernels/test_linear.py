@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nibble.kernels import GPU
+from nibble.kernels import GPU, cdiv
 from nibble.kernels import linear as op
 from nibble.kernels.linear import sm90
 from nibble.kernels.linear import triton as twin
@@ -38,13 +38,34 @@ def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
 
 def test_tiles_of_hopper_fit() -> None:
     """Whatever the weight, the rows and the GPU are; and blocks of a narrow weight are about one a multiprocessor."""
-    sizes = (8, 64, 256, 512, 1024, 2048, 2560, 4096, 6144, 8192, 14336, 28672)
+    sizes = (
+        8,
+        64,
+        256,
+        512,
+        1024,
+        2048,
+        2560,
+        4096,
+        5120,
+        6144,
+        7168,
+        8192,
+        12288,
+        14336,
+        18432,
+        25600,
+        28672,
+    )
     for processors, outputs, inputs, rows in product(
         (114, 132, 144), sizes, sizes, (1, 17, 32, 33, 64, 65, 128)
     ):
         tile = sm90.tile_of(outputs, inputs, rows, processors)  # or it raises
         if tile.groups == 1:
             assert 0.9 * processors <= outputs / 64 * tile.splits <= processors
+        if rows <= 32 and outputs <= 128 * processors:
+            blocks = cdiv(outputs, 64 * tile.groups) * tile.splits
+            assert blocks <= processors * tile.per_processor(rows), (outputs, inputs, rows)
     assert sm90.tile_of(4096, 4096, 64, 132) == sm90.Tile(1, 2, 7)
     assert sm90.tile_of(4096, 14336, 32, 132) == sm90.Tile(1, 2, 10)
     assert sm90.tile_of(4096, 14336, 64, 132) == sm90.Tile(1, 2, 8)

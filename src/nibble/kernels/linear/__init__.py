@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +29,7 @@ from nibble.files import write_atomic, write_new
 from nibble.formats import transforms
 from nibble.hardware import cache_folder
 from nibble.kernels import MMA_ROWS, ahead, cdiv, gpu_of, triton_present
+from nibble.kernels.capture import capture
 
 MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays, unless it is narrow."""
@@ -45,7 +46,8 @@ MAX_ERROR = 0.01
 RUNS, FEW_ROWS, RIGHT_ROWS = 5, MMA_ROWS, 256
 """Runs of a way in a trial, rows at most of the product in front of each, and rows that are compared."""
 FROM_MEMORY, MOST_COPIES, FEWEST_PRODUCTS = 1 << 28, 128, 4
-"""Bytes of the weights of a run, so that none is in the GPU's cache; their number at most, and products at least."""
+"""Bytes of a weight and its copies in a trial, so that none is in the GPU's cache; their number at most, and products
+at least."""
 FEW_INPUTS = 256
 """Inputs and outputs of that product."""
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -143,8 +145,7 @@ PRODUCT = Operation("", _ways, TRIALS)
 
 def is_cuda_served(weight_NK: Tensor, most: int) -> bool:
     """Return whether sm90.py is tried for a weight, for rows up to so many."""
-    # With it for few rows a step of 8 requests takes 4.71 ms in place of 4.50 (Llama-3.1-8B, one H200), though a trial
-    # finds it faster: what is in front of a product in a model lets it start later than what is there.
+    # With it for few rows a step of 8 requests takes 4.71 ms in place of 4.50 (Llama-3.1-8B, one H200).
     if most <= MMA_ROWS or len(weight_NK) <= NARROW or not weight_NK.is_cuda:
         return False
     from nibble.kernels.linear import sm90
@@ -216,17 +217,14 @@ def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> st
     rows = operation.trials[most]
     x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
     times, has_failed, library = dict[str, float](), False, ways.pop(TORCH)
-    weights = _copies(weight_NK)
-    for name, multiply in ways.items():
+    # The library is timed only where there is another way.
+    for name, multiply in (*ways.items(), (TORCH, library)):
         try:
-            if _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
-                times[name] = _ms(multiply, x, weights)
+            if times if name == TORCH else _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
+                times[name] = _ms(multiply, x, weight_NK)
         except Exception:
             has_failed = True
-    # The library is timed only where there is another way.
-    if times:
-        times[TORCH] = _ms(library, x, weights)
-    fastest = min(times, key=lambda name: times[name], default=TORCH)
+    fastest = min(times, key=lambda name: times[name]) if TORCH in times else TORCH
     return fastest if has_failed else _keep(path, fastest, {TORCH, *ways})
 
 
@@ -250,24 +248,27 @@ def _is_right(multiply: Multiply, library: Multiply, x: Tensor, weight_NK: Tenso
     return bool((multiply(x, weight_NK, None).float() - expected).norm() <= MAX_ERROR * expected.norm())
 
 
-def _ms(multiply: Multiply, x: Tensor, weights: Sequence[Tensor]) -> float:
+def _ms(multiply: Multiply, x: Tensor, weight_NK: Tensor) -> float:
     """Return the median time of a product in a row of them, each with a small one in front.
 
     So blocks of a product that start early find what they find in a model: multiprocessors that are about to be free.
-    Behind an idle GPU another way is the fastest (one H200: 32 rows of a step of Llama-3.1-8B, which takes 5.86 ms that
-    way in place of 5.51).
+    Behind an idle GPU another way may be the fastest (docs/design/products.md).
     """
-    few_NK = _few(weights[0])
-    count = max(len(weights), FEWEST_PRODUCTS)
+    copies = min(cdiv(FROM_MEMORY, weight_NK.nbytes), MOST_COPIES)
+    weights = [weight_NK, *(weight_NK.clone() for _ in range(copies - 1))]
+    few_NK, count = _few(weight_NK), max(copies, FEWEST_PRODUCTS)
+    # Copies of small weights may lie in the GPU's cache all together.
+    other = torch.empty(FROM_MEMORY if copies == MOST_COPIES else 0, dtype=torch.uint8, device=x.device)
 
     def run() -> None:
-        for weight_NK in islice(cycle(weights), count):
+        for weight in islice(cycle(weights), count):
             _triton_linear(x[:FEW_ROWS, :FEW_INPUTS], few_NK, None)
-            multiply(x, weight_NK, None)
+            multiply(x, weight, None)
 
-    graph, times = _recorded(run), []
+    graph, times = _record(run, x.device), []
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(1 + RUNS):
+        other.zero_()
         start.record()
         graph.replay()
         stop.record()
@@ -276,26 +277,23 @@ def _ms(multiply: Multiply, x: Tensor, weights: Sequence[Tensor]) -> float:
     return statistics.median(times[1:])
 
 
-def _recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all trials: the library keeps a workspace for each stream that it was used on."""
+    return torch.cuda.Stream(device)
+
+
+def _record(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     """Return what run() launches as a graph: launched one by one, kernels would wait for the host."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # what is compiled and allocated the first time is not recorded
-        # Other threads may call CUDA meanwhile.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
+    stream, current, graph = _stream(device), torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            run()  # what is compiled and allocated the first time is not recorded
+            capture(graph, run, device)
+    finally:
+        current.wait_stream(stream)
     return graph
-
-
-def _copies(weight_NK: Tensor) -> list[Tensor]:
-    """Return a weight and copies of it, as many as no cache holds."""
-    count = min(cdiv(FROM_MEMORY, weight_NK.nbytes), MOST_COPIES)
-    return [weight_NK, *(weight_NK.clone() for _ in range(count - 1))]
 
 
 def _few(weight_NK: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     )
     is_full = splits > 1 and splits * narrow_columns >= FULL * processors
     if is_full and (inputs <= LONG or rows > MMA_ROWS):
-        tile = _alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
+        tile = _keep_alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
         few = 5 if rows <= MMA_ROWS else 4
@@ -133,20 +133,22 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
         splits = min(splits, max(n for n in SPLITS if n <= cdiv(inputs, INPUTS)))
-        tile = _alone(Tile(2, splits, 4 if splits > 2 else 5), rows)
+        tile = Tile(2, splits, 4 if splits > 2 else 5)
+        if splits * columns <= processors:
+            tile = _keep_alone(tile, rows)
     if not tile.fits(inputs, rows):
         raise BackendError(f"{rows} rows of {inputs} inputs do not fit into {tile} on SM90")
     return tile
 
 
-def _alone(tile: Tile, rows: int) -> Tile:
+def _keep_alone(tile: Tile, rows: int) -> Tile:
     """Return a tile, of more stages where it takes these to keep other blocks out of the block's multiprocessor.
 
     Blocks start before the kernel in front has ended, on multiprocessors that are free by then: there would be two of
     them, and later none on others. A step of 32 rows takes 5.35 ms with 10 stages of one warpgroup where it takes 5.44
     with 8 (Llama-3.1-8B, one H200).
     """
-    # That of few rows was measured with other steps.
+    # Tiles of few rows are as they were measured.
     while rows > MMA_ROWS and tile.per_processor(rows) > 1:
         tile = replace(tile, stages=tile.stages + 1)
     return tile
