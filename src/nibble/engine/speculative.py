@@ -418,12 +418,12 @@ class Speculation:
         counts = self._recorded_counts(running)
         if not counts:
             return 0
-        likely = dict.fromkeys(counts, 0.0)
+        size, likely = running.bit_length(), dict.fromkeys(counts, 0.0)
+        num_drawn = {count: max(self._num_drawn.get((size, count), (count,))) for count in counts}
         for one, length in lengths.items():
             likelihood = self._length(one).likelihood
             for count in counts:
-                num_drawn = max(self._num_drawn.get((running.bit_length(), count), (count,)))
-                likely[count] += likelihood.expected(min(count, length, num_drawn))
+                likely[count] += likelihood.expected(min(num_drawn[count], length))
         return self.policy.choose(running, likely)
 
     def _length_at(self, request: Request, num_tokens: int) -> int:

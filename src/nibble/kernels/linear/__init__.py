@@ -217,10 +217,11 @@ def _trial(weight_NK: Tensor, most: int, operation: Operation, path: Path) -> st
     rows = operation.trials[most]
     x = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
     times, has_failed, library = dict[str, float](), False, ways.pop(TORCH)
-    # The library is timed only where there is another way.
     for name, multiply in (*ways.items(), (TORCH, library)):
+        if name == TORCH and not times:
+            break  # there is no other way
         try:
-            if times if name == TORCH else _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
+            if name == TORCH or _is_right(multiply, library, x[:RIGHT_ROWS], weight_NK):
                 times[name] = _ms(multiply, x, weight_NK)
         except Exception:
             has_failed = True

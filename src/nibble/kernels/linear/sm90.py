@@ -127,8 +127,8 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         tile = _keep_alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
-        few = 5 if rows <= MMA_ROWS else 4
-        tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, few if rows <= 32 else 3)
+        stages = 5 if rows <= MMA_ROWS else 4 if rows <= 32 else 3
+        tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, stages)
     else:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
