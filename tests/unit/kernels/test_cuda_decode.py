@@ -86,21 +86,29 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "dim", "group", "counts", "window", "blocks"),
+    ("kv_format", "dim", "group", "counts", "window", "blocks", "scale"),
     [
-        ("nvfp4", 64, 3, (8,) * 7, None, 3),
-        ("k8v4", 64, 4, (8, 1, 2, 3, 4, 5, 6), 60, 12),
-        ("bf16", 64, 3, (8,) * 7, None, 5),
-        ("nvfp4", 128, 4, (4,) * 7, None, 9),
+        ("nvfp4", 64, 3, (8,) * 7, None, 3, 1),
+        ("k8v4", 64, 4, (8, 1, 2, 3, 4, 5, 6), 60, 12, 1),
+        ("bf16", 64, 3, (8,) * 7, None, 5, 1),
+        ("nvfp4", 128, 4, (4,) * 7, None, 9, 1),
+        # Scores so far apart that sums are rescaled in many tiles, between their parts too.
+        ("nvfp4", 128, 4, (4,) * 7, None, 2, 4),
     ],
 )
 def test_it_is_the_definition(
-    kv_format: str, dim: int, group: int, counts: tuple[int, ...], window: int | None, blocks: int
+    kv_format: str,
+    dim: int,
+    group: int,
+    counts: tuple[int, ...],
+    window: int | None,
+    blocks: int,
+    scale: float,
 ) -> None:
     random = torch.Generator().manual_seed(3)
     pool, table_BN = stored(kv_format, dim, random)
     batch, view = AttentionBatch.from_lens(Phase.VERIFY, 0, counts, LENS, table_BN), pool.view(0)
-    q_THD = torch.randn(sum(counts), HEADS * group, dim, generator=random).bfloat16()
+    q_THD = (scale * torch.randn(sum(counts), HEADS * group, dim, generator=random)).bfloat16()
     params = AttentionParams(dim**-0.5, window)
     found = run(q_THD, view.streams["k"].paged, view.streams["v"].paged, batch, params, blocks)
     stop = 0

@@ -121,9 +121,7 @@ def columns_of(batch: AttentionBatch, heads: int, kv_heads: int) -> int:
     return max(batch.query_lens) * heads // kv_heads
 
 
-def tiling_of(
-    key: Format, value: Format, dim: int, columns: int, shared: int, *, is_fixed: bool = False
-) -> Tiling:
+def tiling_of(key: Format, value: Format, dim: int, columns: int, shared: int) -> Tiling:
     """Return the tiling for a call: as many warps as registers and shared memory allow.
 
     Tiles are small where values are large, so that short contexts spread more evenly, and where columns are many, as
@@ -136,7 +134,6 @@ def tiling_of(
         dim: Values of a head.
         columns: Query rows of a KV head, one of WIDTHS.
         shared: Bytes of shared memory that a block can have.
-        is_fixed: For decode_fixed.cu, whose tiles do not depend on the columns.
     """
     in_registers, tokens, most = columns <= WIDTHS[1], 64, 8 if dim * columns > 1024 else 12
     if key.bits == 16:
@@ -144,9 +141,6 @@ def tiling_of(
     elif columns > WIDTHS[1]:
         tokens = 32
     tilings = [Tiling(tokens, warps, in_registers) for warps in (12, 8, 6, 4, 2, 1) if warps <= most]
-    if in_registers and tokens == 64 and most == 8 and dim <= WIDEST_DIM and not is_fixed:
-        # With room for half a tile's scores and no queries 12 warps fit, which hide more latency than 8 that have both.
-        tilings.insert(0, Tiling(32, 12, False))
     # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
     fitting = (t for t in tilings if t.warps * t.warp_bytes(key, value, dim, columns) <= available)
@@ -329,7 +323,7 @@ class FixedDecode:
         if k.dim not in HEAD_DIMS or k.page_size not in PAGE_SIZES:
             return None
         key, value = FORMATS[k.format.name], FORMATS[v.format.name]
-        tile = tiling_of(key, value, k.dim, WIDTHS[0], gpu.memory, is_fixed=True).tokens
+        tile = tiling_of(key, value, k.dim, WIDTHS[0], gpu.memory).tokens
         return cls(key, value, k.dim, k.page_size, gpu, tile)
 
     def serves(self, q_THD: Tensor, k: Paged, batch: AttentionBatch, params: AttentionParams) -> bool:
@@ -360,7 +354,7 @@ class FixedDecode:
         """
         (rows, heads, _), queries = q_THD.shape, max(batch.query_lens)
         wide, bf16 = 8 if queries * heads // k.heads <= 8 else 16, q_THD.dtype is torch.bfloat16
-        tiling = tiling_of(self.key, self.value, self.dim, wide, self.gpu.memory, is_fixed=True)
+        tiling = tiling_of(self.key, self.value, self.dim, wide, self.gpu.memory)
         variant = Variant(self.dim, self.key, self.value, wide, tiling, self.page, bf16, False)
         pointers = (
             q_THD, *parts, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,

@@ -252,10 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         is_all ? nullptr : block_partials + (2 * blockIdx.x + (start >= block_begin)) * PARTIAL_BYTES;
     // If the last warp has more tiles behind these, it has stored its partial result in the workspace.
     const bool last_continues = block_begin + warps.start(last_warp + 1) > end;
-    for (int first_column = 0; first_column < columns && !(is_all && first_warp == last_warp);
-         first_column += MERGED_COLUMNS) {
+    for (int i = 0; first_merged(i) < columns && !(is_all && first_warp == last_warp); i++) {
       if (turn++ % WARPS != warp) continue;
-      const int column = first_column + lane / MERGE_LANES;
       Partials from{smem + first_warp * WARP_BYTES, warp_partials + last_warp * PARTIAL_BYTES, WARP_BYTES,
                     last_continues ? last_warp - first_warp : -1, last_warp - first_warp + 1};
       u8* to = own_partial;
@@ -263,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // more than the loop.
 #pragma unroll 1
       for (bool of_eight = true;; of_eight = false) {
-        merge_partials(from, to, output, first_row, segment.head, column, column < columns, lane % MERGE_LANES);
+        merge_partials(from, to, output, first_row, segment.head, MergeLane(first_merged(i), lane), columns);
         if (!to) break;
         const int first_block = blocks.owner(start), last_block = blocks.owner(stop - 1);
         const int first_eight = first_block / MERGE_BLOCKS, eight = blockIdx.x / MERGE_BLOCKS;
@@ -277,11 +275,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                          : last_block - first_block + 1;
         int* counter = of_eight ? eight_counters + (2 * eight + (eight == first_eight)) * COLUMNS
                                 : counters + (segment.request * kv_heads + segment.head) * COLUMNS;
+        counter += first_merged(i);
         int is_last = 0;
         __threadfence();  // the partial result is visible before it is counted
         __syncwarp();
         // Columns that a warp merges together are counted together.
-        if (lane == 0 && (is_last = atomicAdd(counter + first_column, 1) == members - 1)) counter[first_column] = 0;
+        if (lane == 0 && (is_last = atomicAdd(counter, 1) == members - 1)) *counter = 0;
         if (!__shfl_sync(ALL_LANES, is_last, 0)) break;
         __threadfence();  // and those of others are read after they were counted
         u8* const of_first_block = block_partials + (2 * first_block + 1) * PARTIAL_BYTES;

@@ -8,10 +8,10 @@
 // is compact.
 
 constexpr int QUADS = D / 32;  // of a lane: four neighbouring dims each
-// A warp merges one column at a time, or four where there are many, as each turn is a chain of latencies.
-constexpr int MERGE_LANES = COLUMNS > 8 ? 8 : 32;  // of each
-constexpr int MERGED_COLUMNS = 32 / MERGE_LANES;
-constexpr int QUAD_STEP = MERGE_LANES / 8;  // from one of a lane's quads to the next
+// A warp merges one column at a time, or four where there are many, as each turn is a chain of latencies: four whose
+// fragments are neighbours, so that its lanes read 512 bytes in a row.
+constexpr int MERGED_COLUMNS = COLUMNS > 8 ? 4 : 1;
+constexpr int QUAD_STEP = 4 / MERGED_COLUMNS;  // from one of a lane's quads to the next
 constexpr int QUADS_PER_LANE = (QUADS + QUAD_STEP - 1) / QUAD_STEP;
 constexpr int QUADS_AT_ONCE = MERGED_COLUMNS > 1 ? 16 : 8;
 constexpr int PARTIALS_AT_ONCE = QUADS_AT_ONCE / QUADS_PER_LANE;
@@ -21,6 +21,19 @@ constexpr int PARTIAL_BYTES = PARTIAL_O_BYTES + 8 * COLUMNS;
 DEVICE float4* partial_quad(u8* partial, int n, int e, int i, int lane) {
   return (float4*)partial + ((2 * n + e) * QUADS + i) * 32 + lane;
 }
+
+// The first column of turn i, of which a lane merges one.
+DEVICE int first_merged(int i) { return MERGED_COLUMNS > 1 ? i / 2 * 8 + i % 2 : i; }
+
+// What a lane merges of a turn: quads of one column from first_quad on, of the lanes g of a fragment.
+struct MergeLane {
+  int column, g, first_quad;
+
+  DEVICE MergeLane(int first_column, int lane)
+      : column(MERGED_COLUMNS > 1 ? first_column + 2 * (lane & 3) : first_column),
+        g(MERGED_COLUMNS > 1 ? lane >> 2 : lane & 7),
+        first_quad(MERGED_COLUMNS > 1 ? 0 : lane >> 3) {}
+};
 
 // Maximum and sum of a column.
 DEVICE float2* partial_stats(u8* partial, int column) {
@@ -163,11 +176,11 @@ DEVICE void store_accumulator(Accumulator& acc, u8* partial, bool is_all, Output
   }
 }
 
-// Merge partial results of one column, in their order, by MERGE_LANES lanes: into the partial result `to`, or, if that
-// is null, into the output. exists: whether there is such a column. lane: of MERGE_LANES.
-DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, int head, int column, bool exists,
-                           int lane) {
-  const int n = column / 8, e = column % 2, fragment = lane % 8 * 4 + column % 8 / 2;
+// Merge partial results, in their order: into the partial result `to`, or, if that is null, into the output. columns: of
+// which the lane's may be none.
+DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, int head, MergeLane at, int columns) {
+  const int column = at.column, n = column / 8, e = column % 2, fragment = 4 * at.g + column % 8 / 2;
+  const bool exists = column < columns;
   float m = LOWEST, l = 0;
   float4 o[QUADS_PER_LANE] = {};
 #pragma unroll 1
@@ -182,7 +195,7 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
       stats[j] = is_read ? load_uncached(partial_stats(partial, column)) : make_float2(LOWEST, 0);
 #pragma unroll
       for (int i = 0; i < QUADS_PER_LANE; i++) {
-        const int quad = lane / 8 + QUAD_STEP * i;
+        const int quad = at.first_quad + QUAD_STEP * i;
         x[j][i] = is_read && quad < QUADS ? load_uncached(partial_quad(partial, n, e, quad, fragment))
                                           : make_float4(0, 0, 0, 0);
       }
@@ -208,18 +221,19 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
   const float2 f = to ? make_float2(1.f, 0.f) : output.factors(first_row, head, column, m, l);
 #pragma unroll
   for (int i = 0; i < QUADS_PER_LANE; i++) {
-    const int quad = lane / 8 + QUAD_STEP * i;
+    const int quad = at.first_quad + QUAD_STEP * i;
     if (quad >= QUADS) break;
     if (to) {
       *partial_quad(to, n, e, quad, fragment) = o[i];
     } else {
-      const int dim = lane % 8 * (D / 8) + 4 * quad;
+      const int dim = at.g * (D / 8) + 4 * quad;
       *(OutputQuad*)(output.row(first_row, head, column) + dim) =
           output.quad(o[i], f, first_row, head, column, dim);
     }
   }
-  if (to && lane == 0) *partial_stats(to, column) = make_float2(m, l);
+  if (at.g || at.first_quad) return;
+  if (to) *partial_stats(to, column) = make_float2(m, l);
 #if LSE
-  if (!to && lane == 0) output.store_lse(first_row, head, column, m, l);
+  if (!to) output.store_lse(first_row, head, column, m, l);
 #endif
 }
