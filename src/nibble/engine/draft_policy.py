@@ -27,9 +27,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 FIRST_SHARE, LEAST_SHARE = 0.7, 0.3
-"""How likely the first draft of a request is right: until one was verified, and at least where others' were not."""
+"""How likely a draft is right: until any was verified, and at least what those of others say of a request."""
+TRUST = 1.5
+"""Verified draft tokens of a request that say as much of it as those of all others."""
 WEIGHT, COMMON_WEIGHT = 0.3, 0.03
-"""Of what the newest draft token says about its request, and about requests to come."""
+"""Of the newest time that drafts were asked for, and of what the newest draft token says of all requests."""
 SAMPLES, ENOUGH = 5, 3
 """Times that are remembered, of which the median counts, and how many say something."""
 OLD = 512
@@ -41,8 +43,8 @@ MARGIN = 1.2
 """Times by which drafts must pay where the step before had none."""
 TRIES = 8
 """Steps out of OLD in which a number of drafts is tried, as some are never measured: where every step is waited for, or
-has prompts, which count an eighth each. So many times out of SHORT, too, fewer drafts may come than were chosen."""
-SHORT, PROMPT_TRY = 128, 0.125
+has prompts, which count an eighth each."""
+PROMPT_TRY = 0.125
 PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay, once they were tried a few times."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
@@ -51,7 +53,8 @@ TOKEN_SHARE = 0.025
 """Of the time of a step, that it takes longer with one more token, until it was measured; and at least a tenth of that,
 at most eight times as much, whatever a few steps seem to say."""
 MEMORY = 0.95
-"""Share of what was counted before that still counts after one more step, to know how long a token takes now."""
+"""Share of what was counted before that still counts: after one more step, to know how long a token takes now; and
+after one more draft token of a request, to know how likely its drafts are right."""
 FIRST_GAIN, LEAST_GAIN, GAIN_WEIGHT = 0.5, 0.1, 0.15
 """Tokens that asking a model for drafts is taken to bring beside what that costs: until it was tried, for a new request
 at least, and what the newest time says about those to come."""
@@ -65,8 +68,10 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64
 class Likelihood:
     """How likely a request's drafts are right."""
 
-    share: float = FIRST_SHARE
-    """Of draft tokens, each after all before it were right."""
+    right: float = 0.0
+    """Draft tokens, each after all before it were right."""
+    verified: float = 0.0
+    """With the first wrong one of each draft. Both of late."""
     hit_rate: float = 1.0
     """Of the times that somebody was asked for drafts and had some."""
 
@@ -76,17 +81,27 @@ class Likelihood:
 
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of draft tokens: what comes after the first wrong one says nothing."""
-        self.share = _learnt(self.share, proposed, accepted, WEIGHT)
+        for is_right in _seen(proposed, accepted):
+            self.right = MEMORY * self.right + is_right
+            self.verified = MEMORY * self.verified + 1
 
-    def expected(self, length: int) -> float:
-        """Return how many of so many draft tokens are likely to count."""
-        return self.hit_rate * sum(self.share**place for place in range(1, length + 1))
+    def share(self, common: float) -> float:
+        """Return how likely a draft token is right.
+
+        Args:
+            common: how likely those of all requests are.
+        """
+        return (self.right + TRUST * max(common, LEAST_SHARE)) / (self.verified + TRUST)
+
+    def expected(self, length: int, common: float = FIRST_SHARE) -> float:
+        """Return how many of so many draft tokens are likely to count; see share()."""
+        share = self.share(common)
+        return self.hit_rate * sum(share**place for place in range(1, length + 1))
 
 
-def _learnt(share: float, proposed: int, accepted: int, weight: float) -> float:
-    for is_right in [1.0] * accepted + [0.0] * (accepted < proposed):
-        share += weight * (is_right - share)
-    return share
+def _seen(proposed: int, accepted: int) -> list[float]:
+    """Return whether each draft token was right, 1 or 0, as far as that was seen."""
+    return [1.0] * accepted + [0.0] * (accepted < proposed)
 
 
 def _assumed_ratio(requests: int, drafts: int) -> float:
@@ -246,8 +261,6 @@ class DraftPolicy:
     """Of all requests' draft tokens."""
     _tries: dict[tuple[int, int], float] = field(default_factory=dict)
     """Of late, by number of requests and drafts."""
-    _shortfalls: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How often of late there were fewer drafts."""
     _unmeasured: tuple[int, int] | None = None
     """Number of requests and of drafts that was chosen for the next step, where such a step was not measured."""
     _is_try: bool = False
@@ -277,10 +290,6 @@ class DraftPolicy:
     """Of steps with and without drafts together."""
     _common_gain: float = FIRST_GAIN
 
-    def new_likelihood(self) -> Likelihood:
-        """Return what is expected of a request that was never drafted for."""
-        return Likelihood(max(self.common_share, LEAST_SHARE))
-
     def new_gain(self) -> Gain:
         """Return what is expected of a request that a model was never asked for."""
         return Gain(max(self._common_gain, LEAST_GAIN))
@@ -292,7 +301,8 @@ class DraftPolicy:
 
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of a request's drafts."""
-        self.common_share = _learnt(self.common_share, proposed, accepted, COMMON_WEIGHT)
+        for is_right in _seen(proposed, accepted):
+            self.common_share += COMMON_WEIGHT * (is_right - self.common_share)
         self._rate.tokens += accepted
 
     def drafted(self, seconds: float) -> None:
@@ -338,9 +348,6 @@ class DraftPolicy:
         """
         self._forget()
         size = requests.bit_length()
-        # Where fewer come again and again, it is no use to choose more.
-        short = {drafts for drafts in likely if self._shortfalls.get((size, drafts), 0) >= TRIES}
-        likely = {drafts: likely[drafts] for drafts in likely if drafts not in short} or likely
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
         if (untried := self._worth_a_try(requests, likely, extra)) is not None:
             self._unmeasured, self._is_try = (size, untried), True
@@ -385,8 +392,6 @@ class DraftPolicy:
         if self._num_choices % OLD == 0:
             self._tries.clear()
             self._doubt_after = SHORTEST_PROBE
-        if self._num_choices % SHORT == 0:
-            self._shortfalls.clear()
 
     def _note_try(self, drafts: int | None) -> None:
         """Note how many drafts the step has that was chosen for; None: it has prompts."""
@@ -394,8 +399,6 @@ class DraftPolicy:
             self._tries[self._unmeasured] = self._tries.get(self._unmeasured, 0.0) + (
                 PROMPT_TRY if drafts is None else 1
             )
-        if self._unmeasured and drafts and drafts < self._unmeasured[1]:
-            self._shortfalls[self._unmeasured] = self._shortfalls.get(self._unmeasured, 0) + 1
         self._unmeasured = None
 
     def _worth_a_try(

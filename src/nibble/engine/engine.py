@@ -28,7 +28,7 @@ from nibble.engine.following import (
     reserve_unread,
     room_ahead,
 )
-from nibble.engine.in_flight import Gains, InFlightStep, by_request, sample, score_prompts, scored
+from nibble.engine.in_flight import Gains, InFlightStep, StepClock, by_request, sample, score_prompts, scored
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.ranks import Ranks
 from nibble.engine.request import (
@@ -116,8 +116,7 @@ class Engine:
     """What steps brought that is to be counted and told."""
     _pending: deque[tuple[Request, Sequence[Logprob], bool]] = field(default_factory=deque, init=False)
     """Of a step that is being told: what requests gained, and whether they have ended with it."""
-    _read_at: float = field(default=0.0, init=False)
-    """When the newest step was read, in seconds."""
+    _clock: StepClock = field(default_factory=StepClock, init=False)
     _noted_at: float = field(default=0.0, init=False)
     """When the newest step was launched, as the policy of drafts has it."""
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -364,10 +363,12 @@ class Engine:
         """Note when a step was launched, so that it is known what steps with drafts take."""
         if self.speculation is None:
             return
-        # The device goes on with a step when the one before it ends, which the host sees while it waits for it. When it
-        # launched the step depends on what else it had to do, and of a few steps that is most of a difference.
+        # The device goes on with a step when the one before it ends. When the host launched it depends on what else it
+        # had to do, and of a few steps that is most of a difference.
         runs_on = batch is not None and len(self._in_flight) > 1
-        self._noted_at = now = max(self._read_at, self._noted_at) if runs_on else launched_at
+        self._noted_at = now = (
+            max(self._clock.end, self._noted_at) if runs_on else self._clock.at(launched_at)
+        )
         if batch is None or not all(item.phase.decodes for item in batch.scheduled):
             self.speculation.policy.interrupted(now if batch else None, waited=waited)
             return
@@ -464,8 +465,7 @@ class Engine:
             self._in_flight.popleft()
             self._fail_batch(step.batch, self._explained(error))
             return None
-        finally:
-            self._read_at = perf_counter()
+        self._clock.read(step)
         self._in_flight.popleft()
         scores = by_request(step.batch, prompt_logprobs) if prompt_logprobs else {}
         with self._whole(step.batch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -63,6 +64,38 @@ class InFlightStep:
             return {}
         tokens = iter(self.sampled.read())
         return {item.request: list(itertools.islice(tokens, 1 + len(item.drafts))) for item in self.sampling}
+
+
+@dataclass(slots=True)
+class StepClock:
+    """When steps ended, in seconds by the device's clock.
+
+    The host sees the end of a step when it comes to read it, which is later where it was busy. The device knows how
+    long after the one before that was.
+    """
+
+    end: float = 0.0
+    """Of the newest step that was read."""
+    _seen_at: float = 0.0
+    """When the host had read it, by the host's clock."""
+    _timed: tuple[torch.cuda.Event, float] | None = None
+    """The end of the newest one that the device has noted."""
+
+    def read(self, step: InFlightStep) -> None:
+        """Note that a step was read, all of which the device has done."""
+        now, done = perf_counter(), step.sampled.done if step.sampled else None
+        if done and self._timed:
+            event, at = self._timed
+            self.end = at + event.elapsed_time(done) / 1e3
+        else:
+            self.end = self.at(now)
+        self._seen_at = now
+        if done:
+            self._timed = done, self.end
+
+    def at(self, host_seconds: float) -> float:
+        """Return the device's time of a moment by the host's clock."""
+        return self.end + host_seconds - self._seen_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,18 +39,23 @@ LOGITS_PER_SCORE = 1 << 23
 
 
 class HostCopy:
-    """Tensors on their way to the host. The copy starts at once; read() waits for it."""
+    """Tensors on their way to the host. The copy starts at once; read() waits for it.
 
-    def __init__(self, *tensors: Tensor) -> None:
+    Args:
+        tensors: on one device.
+        timed: whether `done` says when the copy ended.
+    """
+
+    def __init__(self, *tensors: Tensor, timed: bool = False) -> None:
         self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._done = torch.cuda.Event() if tensors[0].is_cuda else None
-        if self._done:
-            self._done.record()
+        self.done = torch.cuda.Event(enable_timing=timed) if tensors[0].is_cuda else None
+        if self.done:
+            self.done.record()
 
     def read(self) -> list[list[Any]]:
         """Return the tensors as lists."""
-        if self._done:
-            self._done.synchronize()
+        if self.done:
+            self.done.synchronize()
         return [tensor.tolist() for tensor in self._tensors]
 
 
@@ -139,7 +144,7 @@ class SampledTokens:
     ) -> None:
         self.tokens_S = tokens_S
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
-        self._copy = HostCopy(reported_S)
+        self._copy = HostCopy(reported_S, timed=True)
         self._rows: tuple[int, ...] = ()
         if logprobs:
             self._rows, counts = tuple(logprobs.counts), tuple(logprobs.counts.values())
@@ -147,6 +152,11 @@ class SampledTokens:
             self._logprobs = RowLogprobs(
                 logits_SV[rows_R], tokens_S[rows_R], counts, fixed_shapes=fixed_shapes
             )
+
+    @property
+    def done(self) -> torch.cuda.Event | None:
+        """Return what the device records behind the tokens, None on a CPU."""
+        return self._copy.done
 
     @property
     def has_logprobs(self) -> bool:

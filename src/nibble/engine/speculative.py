@@ -30,7 +30,6 @@ from typing import Any
 from nibble.drafts import recorded_lengths
 from nibble.engine.draft_policy import (
     LONGEST_PAUSE,
-    SHORT,
     SHORTEST_PAUSE,
     DraftPolicy,
     Gain,
@@ -45,8 +44,9 @@ log = logging.getLogger("nibble.drafts")
 
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
-NEWEST = 4
-"""Steps of which the longest drafts say how many are drawn."""
+NEWEST, DRAWN_STEPS = 4, 128
+"""Steps of which the longest drafts say how many come where more were chosen; and steps after which that is forgotten,
+as there may be more by then."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
 
@@ -181,9 +181,11 @@ class Speculation:
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
+    _chosen: int = field(default=0, init=False)
+    """Tokens that were chosen for each request of the step that is launched next."""
     _num_drawn: dict[tuple[int, int], deque[int]] = field(default_factory=dict, init=False)
-    """Drafts of a request in the newest recorded steps with room for so many, by the number of requests: a head may
-    draw fewer."""
+    """The longest drafts of the newest steps for which so many were chosen, by the number of requests: a drafter may
+    have fewer."""
     _num_launches: int = field(default=0, init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
     """What drafting took for each token of the longest draft, by the number of requests."""
@@ -393,12 +395,14 @@ class Speculation:
     def note_launch(self, running: int, drafts: int, now: float, *, waited: bool) -> None:
         """Note a step without prompts that was launched, with so many drafts a request; see DraftPolicy.launched()."""
         self.settle()
-        count = self.rounded(drafts)
         self._num_launches += 1
-        if self._num_launches % SHORT == 0:
-            self._num_drawn.clear()  # as there may be more by now
-        self._num_drawn.setdefault((running.bit_length(), count), deque(maxlen=NEWEST)).append(drafts)
-        self.policy.launched(running, count, now, waited=waited)
+        if self._num_launches % DRAWN_STEPS == 0:
+            self._num_drawn.clear()
+        if self._chosen and drafts:
+            key = running.bit_length(), self._chosen
+            self._num_drawn.setdefault(key, deque(maxlen=NEWEST)).append(drafts)
+        self._chosen = 0
+        self.policy.launched(running, self.rounded(drafts), now, waited=waited)
 
     def rounded(self, drafts: int) -> int:
         """Return the drafts of a request in the recorded step that has room for so many; 0 for none."""
@@ -415,16 +419,23 @@ class Speculation:
             running: requests that the step has.
             lengths: the most for each that may have any.
         """
-        counts = self._recorded_counts(running)
-        if not counts:
+        drawn = {count: self._drawn(running, count) for count in self._recorded_counts(running)}
+        # Where fewer come, a step for more is one of those.
+        drawn = {count: most for count, most in drawn.items() if self.rounded(most) == count} or drawn
+        if not drawn:
             return 0
-        size, likely = running.bit_length(), dict.fromkeys(counts, 0.0)
-        num_drawn = {count: max(self._num_drawn.get((size, count), (count,))) for count in counts}
+        likely = dict.fromkeys(drawn, 0.0)
         for one, length in lengths.items():
             likelihood = self._length(one).likelihood
-            for count in counts:
-                likely[count] += likelihood.expected(min(num_drawn[count], length))
-        return self.policy.choose(running, likely)
+            for count, most in drawn.items():
+                likely[count] += likelihood.expected(min(most, length), self.policy.common_share)
+        self._chosen = self.policy.choose(running, likely)
+        return self._chosen
+
+    def _drawn(self, running: int, chosen: int) -> int:
+        """Return how many drafts a request has at most where so many are chosen."""
+        newest = self._num_drawn.get((running.bit_length(), chosen), ())
+        return max(newest) if len(newest) == NEWEST else chosen
 
     def _length_at(self, request: Request, num_tokens: int) -> int:
         """Return how many tokens may be drafted for a request of so many tokens."""
@@ -476,7 +487,7 @@ class Speculation:
         length: DraftLength | None = request.drafting
         if length is None:
             first = min(FIRST_TOKENS, self.max_tokens) if self.adapts else self.max_tokens
-            length = DraftLength(self.max_tokens, first, self.policy.new_likelihood(), self.policy.new_gain())
+            length = DraftLength(self.max_tokens, first, gain=self.policy.new_gain())
             request.drafting = length
         return length
 
