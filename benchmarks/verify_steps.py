@@ -51,6 +51,7 @@ from nibble.engine.in_flight import InFlightStep
 from nibble.engine.request import Batch, Delta
 from nibble.engine.sampler import SampledTokens
 from nibble.engine.speculative import Speculation
+from nibble.garbage import freeze_gc
 from nibble.kernels import step_inputs
 from nibble.kernels.step_inputs import naive
 
@@ -447,6 +448,7 @@ def main() -> None:
         if gpu.device() != "cpu" and not (graphs and graphs.verify_sizes):
             raise SystemExit("steps with drafts are not recorded here: there is nothing to measure")
         llm.engine.speculation = None
+        freeze_gc()  # as the server's engine does
         error, below = load.gate(
             llm, made.prompt, made.expected_TV, EXACT if options.scheme == "bf16" else QUANTISED
         )

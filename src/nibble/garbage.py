@@ -1,4 +1,4 @@
-"""Python's garbage collection, paused where millions of objects are made that stay.
+"""Python's garbage collection, paused where millions of objects are made that stay, and kept from them where it serves.
 
 Importing torch and Transformers, and compiling a model, make so many that the collector walks all of them again and
 again, and finds little. It is a seventh of the time of imports, and a tenth of that of compiling.
@@ -9,6 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def freeze_gc() -> None:
+    """Leave all objects that there are out of garbage collection, of a process that has them until it ends.
+
+    A collection of the oldest objects walks through a million of them, some 0.3 to 0.9 s in which no answer goes on.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -146,6 +147,26 @@ def test_a_start_that_fails_says_why(options: tuple[str, ...], code: int, says: 
     assert ("engine ended code=1" in done.stderr) == (
         code == 3
     )  # the engine itself refused, or was not waited for
+
+
+def test_what_an_engine_has_is_not_walked_through_while_it_serves() -> None:
+    """A collection of all its objects would hold up all answers."""
+    code = """
+import gc, io, sys
+from types import SimpleNamespace
+from nibble.engine import llm
+from nibble.server import worker
+
+llm.LLM = lambda **config: SimpleNamespace(engine=SimpleNamespace(grammars=None, ranks=None))
+worker.Worker = lambda *_: SimpleNamespace(run=lambda: print(gc.get_freeze_count(), len(gc.get_objects())))
+sys.stdin = io.StringIO("{}")
+worker.main("ipc://" + sys.argv[1], "text")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, f"{folder}/socket"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    num_frozen, num_others = map(int, done.stdout.split())
+    assert num_frozen > 10_000 > num_others
 
 
 def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_engine() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nibble
-from nibble.garbage import pause_gc
+from nibble.garbage import freeze_gc, pause_gc
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,14 @@ def test_what_the_host_has_frozen_stays_frozen() -> None:
         pass
     # Some of them may have ended meanwhile; unfreeze() would leave none.
     assert gc.get_freeze_count() > count / 2 > 0
+
+
+def test_what_serves_is_not_walked_through() -> None:
+    kept = make_many()
+    freeze_gc()
+    made = [kept]
+    assert len(gc.get_objects()) < len(kept) < gc.get_freeze_count()
+    assert any(one is made for one in gc.get_objects()), "newer objects are collected as ever"
 
 
 def test_public_names_are_imported_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class Likelihood:
 
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of draft tokens: what comes after the first wrong one says nothing."""
-        for is_right in _seen(proposed, accepted):
+        for is_right in _outcomes(proposed, accepted):
             self.right = MEMORY * self.right + is_right
             self.verified = MEMORY * self.verified + 1
 
@@ -99,7 +99,7 @@ class Likelihood:
         return self.hit_rate * sum(share**place for place in range(1, length + 1))
 
 
-def _seen(proposed: int, accepted: int) -> list[float]:
+def _outcomes(proposed: int, accepted: int) -> list[float]:
     """Return whether each draft token was right, 1 or 0, as far as that was seen."""
     return [1.0] * accepted + [0.0] * (accepted < proposed)
 
@@ -301,7 +301,7 @@ class DraftPolicy:
 
     def update(self, proposed: int, accepted: int) -> None:
         """Note what became of a request's drafts."""
-        for is_right in _seen(proposed, accepted):
+        for is_right in _outcomes(proposed, accepted):
             self.common_share += COMMON_WEIGHT * (is_right - self.common_share)
         self._rate.tokens += accepted
 

@@ -282,8 +282,9 @@ class Engine:
             waits = self._waits()
             batch = self._follow() if waits and self.overlap else self._next(waits)
             waited = waits and not self._in_flight
-            is_launched = batch is not None and self._launch(batch)
+            # Before the launch: the device may be done with the step before the host is done with that.
             launched_at = perf_counter()
+            is_launched = batch is not None and self._launch(batch)
             self._store_read()
             self._emit_pending()
             self._note_launch(batch if is_launched else None, waited, launched_at)

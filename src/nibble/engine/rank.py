@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.cache.residency import Copy
 from nibble.engine.ranks import COUNT, Command, Failure, Rank, Start, live, one_host
+from nibble.garbage import freeze_gc
 
 if TYPE_CHECKING:
     from nibble.engine.step_numbers import StepNumbers
@@ -100,7 +101,8 @@ class Follower:
         getattr(importlib.import_module(module), name)(*here, *arguments)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks are ready to serve."""
+        freeze_gc()
         self.rank.group.barrier()
 
 

@@ -45,7 +45,7 @@ log = logging.getLogger("nibble.drafts")
 FIRST_TOKENS = 4
 """Draft tokens of a request's first step with drafts, where their number is left to Nibble."""
 NEWEST, DRAWN_STEPS = 4, 128
-"""Steps of which the longest drafts say how many come where more were chosen; and steps after which that is forgotten,
+"""Steps of which the longest drafts say how many come where more were asked; and steps after which that is forgotten,
 as there may be more by then."""
 MISSES, MISS_PAUSE = 8, 16
 """Times in a row that nothing was proposed, and tokens for which nobody is asked then, where asking has its price."""
@@ -181,10 +181,10 @@ class Speculation:
     _proposals: list[Mapping[Request, Sequence[int]]] = field(default_factory=list, init=False)
     """What was proposed, until settle() notes it."""
     _last_error: str = field(default="", init=False)
-    _chosen: int = field(default=0, init=False)
-    """Tokens that were chosen for each request of the step that is launched next."""
+    _num_asked: int = field(default=0, init=False)
+    """Drafts that are asked for each request of the step that is launched next."""
     _num_drawn: dict[tuple[int, int], deque[int]] = field(default_factory=dict, init=False)
-    """The longest drafts of the newest steps for which so many were chosen, by the number of requests: a drafter may
+    """The longest drafts of the newest steps for which so many were asked, by the number of requests: a drafter may
     have fewer."""
     _num_launches: int = field(default=0, init=False)
     _draft_times: Medians = field(default_factory=Medians, init=False)
@@ -398,10 +398,10 @@ class Speculation:
         self._num_launches += 1
         if self._num_launches % DRAWN_STEPS == 0:
             self._num_drawn.clear()
-        if self._chosen and drafts:
-            key = running.bit_length(), self._chosen
+        if self._num_asked and drafts:
+            key = running.bit_length(), self._num_asked
             self._num_drawn.setdefault(key, deque(maxlen=NEWEST)).append(drafts)
-        self._chosen = 0
+        self._num_asked = 0
         self.policy.launched(running, self.rounded(drafts), now, waited=waited)
 
     def rounded(self, drafts: int) -> int:
@@ -429,13 +429,13 @@ class Speculation:
             likelihood = self._length(one).likelihood
             for count, most in drawn.items():
                 likely[count] += likelihood.expected(min(most, length), self.policy.common_share)
-        self._chosen = self.policy.choose(running, likely)
-        return self._chosen
+        self._num_asked = self.policy.choose(running, likely)
+        return self._num_asked
 
-    def _drawn(self, running: int, chosen: int) -> int:
-        """Return how many drafts a request has at most where so many are chosen."""
-        newest = self._num_drawn.get((running.bit_length(), chosen), ())
-        return max(newest) if len(newest) == NEWEST else chosen
+    def _drawn(self, running: int, num_asked: int) -> int:
+        """Return how many drafts a request has at most where so many are asked for."""
+        newest = self._num_drawn.get((running.bit_length(), num_asked), ())
+        return max(newest) if len(newest) == NEWEST else num_asked
 
     def _length_at(self, request: Request, num_tokens: int) -> int:
         """Return how many tokens may be drafted for a request of so many tokens."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import signal
@@ -20,6 +19,7 @@ import nibble
 from nibble.config import Config
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import WeightError
+from nibble.garbage import freeze_gc
 from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError
@@ -129,9 +129,7 @@ async def _listen(
     )
     server = Server(config, client, settings.drain)
     listening = asyncio.create_task(server.serve(sockets))
-    # What lives as long as the server need not be looked through when a large body is read.
-    gc.collect()
-    gc.freeze()
+    freeze_gc()
     try:
         await asyncio.wait((start, listening), return_when=asyncio.FIRST_COMPLETED)
         if not start.done():

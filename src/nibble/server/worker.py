@@ -26,6 +26,7 @@ from nibble.config import SamplingParams
 from nibble.engine.kv_events import Endpoints, Publisher
 from nibble.engine.request import Delta, join_deltas
 from nibble.errors import NibbleError, RankError, RequestError, set_caller
+from nibble.garbage import freeze_gc
 from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
 
@@ -390,6 +391,7 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
         llm = LLM(**config)
         if llm.engine.grammars:
             llm.engine.grammars.prepare()
+        freeze_gc()
         worker = Worker(llm, socket, parent)
     except (NibbleError, OSError) as error:
         message = str(error)
