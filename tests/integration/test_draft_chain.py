@@ -197,6 +197,31 @@ def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch:
     assert error(said[:30:4], reference()) < 1e-4
 
 
+def test_rows_of_many_requests_are_stored_several_at_a_time(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nobody drafts, by the steps with the most rows of a request, though these have room for few requests."""
+    model, drafter, reference = named["raw"]
+    llm = served(model, drafter, record, drafts=7)
+    graphs, speculation = head_of(llm).graphs, llm.engine.speculation
+    assert graphs and speculation and graphs.length(len(MANY)) < graphs.longest
+    propose, count, before = speculation.propose, [0], list[Any]()
+    with overheard() as said, replays(llm) as sizes:
+
+        def late(*arguments: Any) -> Any:
+            count[0] += 1
+            if count[0] == 10:
+                sizes.clear()  # of the prompts
+            before.extend(sizes if count[0] == 50 else [])
+            return propose(*arguments) if count[0] >= 50 else {}
+
+        monkeypatch.setattr(speculation, "propose", late)
+        answers(llm, MANY, **{**GREEDY, "max_tokens": 60})
+    assert {length for _, length in before} == {graphs.longest}
+    assert len(before) < 40 * len(MANY) / graphs.longest, "several requests in each"
+    assert error(said[:30:4], reference()) < 1e-4
+
+
 @pytest.mark.slow
 def test_too_few_pages_and_short_contexts(named: dict[str, Any]) -> None:
     model, drafter, _ = named["raw"]

@@ -119,8 +119,9 @@ class DraftHead(DraftBooks):
             self._store(long)
         finally:
             self._wait(tracks, batch.scheduled, states_TH)
-        most = self.graphs.length(len(tracks)) if self.graphs else 0
-        self._store([track for track in tracks if track.num_waiting > (most or KEPT_STATES)])
+        # A step for all of them may have fewer rows of each, and would read their caches more often.
+        most = self.graphs.longest if self.graphs else KEPT_STATES
+        self._store([track for track in tracks if track.num_waiting > most])
 
     def _observe_ahead(self, scheduled: Sequence[ScheduledRequest], states_TX: Tensor) -> None:
         """Let hidden states of a step wait whose beginnings only the device knows."""
@@ -257,7 +258,8 @@ class DraftHead(DraftBooks):
         while rest:
             # Recorded steps read what waits.
             graphs = self.graphs if all(track.states is None for track in rest) else None
-            group = rest[: graphs.most] if graphs else rest
+            longest = max(track.num_waiting - 1 for track in rest)
+            group = rest[: graphs.requests(longest)] if graphs else rest
             room, batch = self.step_tokens, list[tuple[Track, int]]()
             for track in group:
                 count = min(track.num_waiting - 1, room, graphs.length(len(group)) if graphs else room)

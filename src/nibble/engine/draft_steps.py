@@ -202,6 +202,8 @@ class DraftGraphs(Graphs):
         self._forward = forward
         self.most = min(sizes[-1], largest)
         """Requests that a chain can have."""
+        self.longest = max(length for _, length in verify_sizes)
+        """Rows that a request can have in a first step, if these are few requests."""
         rows = max(rows_of(sizes[-1]), largest)
         self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
         """Of the step that follows: rows of the page tables, positions, token ids, and the chances of these, as bits of
@@ -232,6 +234,10 @@ class DraftGraphs(Graphs):
     def length(self, requests: int) -> int:
         """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
         return max((length for most, length in self.verify_sizes if most >= requests), default=0)
+
+    def requests(self, length: int) -> int:
+        """Return the most requests of a first step with so many rows of each, or as many as there are in any."""
+        return max(requests for requests, most in self.verify_sizes if most >= min(length, self.longest))
 
     def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
         """Return rows of the page tables, positions and token ids of a step that follows."""
