@@ -359,14 +359,15 @@ def measure(llm: LLM, options: argparse.Namespace, drafter: Any) -> str:
             (requests, f"{plain.ms:.3f}{of_decode}", f"{forced.ms:.3f}{of_verify}{parts}",
              verdict((forced.ms - of_head) / plain.ms, STEP_FLOORS.get(requests) if fits else None, most=True),
              verdict(forced.tokens_s / plain.tokens_s, FORCED_FLOORS.get(requests)),
-             f"{auto.tokens_s / plain.tokens_s:.2f} x",
+             f"{auto.tokens_s / plain.tokens_s:.2f} x, {auto.verified} of {options.long}",
              verdict(never.tokens_s / plain.tokens_s, NEVER_FLOORS.get(requests))
              + f", {never.verified} of {options.long}")
         )  # fmt: skip
         print(*rows[-1], flush=True)
     head = (
         "requests", "decode, ms (device)", f"{drafts} drafts, ms (device; host + launch), size", "a step",
-        f"tokens/s at {options.accept:g}", f"auto at {options.accept:g}", "auto at 0, steps with drafts",
+        f"tokens/s at {options.accept:g}", f"auto at {options.accept:g}, steps with drafts",
+        "auto at 0, steps with drafts",
     )  # fmt: skip
     return markdown(head, rows)
 

@@ -106,7 +106,7 @@ def _outcomes(proposed: int, accepted: int) -> list[float]:
 
 def _assumed_ratio(requests: int, drafts: int) -> float:
     """Return how much longer a step with so many drafts a request is taken to be, until it was measured."""
-    return 1.08 + requests * (1 + drafts) / 512 if drafts else 1.0
+    return 1.12 + requests * drafts / 512 if drafts else 1.0
 
 
 @dataclass(slots=True)
@@ -247,6 +247,8 @@ class LaunchedStep:
     """Seconds that drafting had taken."""
     waited: bool
     """Whether the step before it was read first."""
+    begins: bool
+    """Whether it has drafts, and that one had none."""
 
 
 @dataclass(slots=True)
@@ -261,10 +263,8 @@ class DraftPolicy:
     """Of all requests' draft tokens."""
     _tries: dict[tuple[int, int], float] = field(default_factory=dict)
     """Of late, by number of requests and drafts."""
-    _unmeasured: tuple[int, int] | None = None
-    """Number of requests and of drafts that was chosen for the next step, where such a step was not measured."""
-    _is_try: bool = False
-    """Whether it was chosen in order to measure it."""
+    _try: tuple[int, int] | None = None
+    """Number of requests and of drafts that the next step tries, as such a step was not measured."""
     _num_choices: int = 0
     _next_probe: int = SHORTEST_PROBE
     """Steps without drafts after which some are tried: twice as many each time."""
@@ -276,6 +276,8 @@ class DraftPolicy:
     """The step launched last; None after one with prompts."""
     _before: LaunchedStep | None = None
     """The one before that."""
+    _runs_ahead: bool = False
+    """Whether the newest step with drafts behind another was launched before that was read."""
     _is_drawn: bool = False
     """Whether it is known what drawing took that was launched with it."""
     _is_steady: bool = False
@@ -350,7 +352,7 @@ class DraftPolicy:
         size = requests.bit_length()
         extra = {drafts: self.times.ratio(requests, drafts) - 1 for drafts in likely}
         if (untried := self._worth_a_try(requests, likely, extra)) is not None:
-            self._unmeasured, self._is_try = (size, untried), True
+            self._try = size, untried
             self._since_drafts = 0 if untried else self._since_drafts + 1
             return untried
         # Tokens in the time that a step takes without.
@@ -369,11 +371,9 @@ class DraftPolicy:
             self._doubt_after = min(2 * self._doubt_after, OLD)
             self.times.forget(requests, 0)
             self._tries.pop((size, 0), None)
-            self._unmeasured, self._is_try = (size, 0), True
+            self._try = size, 0
             return 0
         self._since_drafts = 0
-        if self.times.get(requests, best) is None:
-            self._unmeasured = size, best
         return best
 
     def _is_doubtful(self, requests: int, drafts: int, likely: float) -> bool:
@@ -387,19 +387,17 @@ class DraftPolicy:
 
     def _forget(self) -> None:
         """Forget the last choice, and from time to time what became of tries."""
-        self._unmeasured, self._is_try = None, False
+        self._try = None
         self._num_choices += 1
         if self._num_choices % OLD == 0:
             self._tries.clear()
             self._doubt_after = SHORTEST_PROBE
 
-    def _note_try(self, drafts: int | None) -> None:
-        """Note how many drafts the step has that was chosen for; None: it has prompts."""
-        if self._unmeasured and self._is_try:
-            self._tries[self._unmeasured] = self._tries.get(self._unmeasured, 0.0) + (
-                PROMPT_TRY if drafts is None else 1
-            )
-        self._unmeasured = None
+    def _note_try(self, weight: float = 1.0) -> None:
+        """Note that the step was launched that was chosen in order to measure it, if it was."""
+        if self._try:
+            self._tries[self._try] = self._tries.get(self._try, 0.0) + weight
+        self._try = None
 
     def _worth_a_try(
         self, requests: int, likely: Mapping[int, float], extra: Mapping[int, float]
@@ -433,10 +431,13 @@ class DraftPolicy:
             now: seconds on any clock; of a step that runs behind another, when the newest one that was read had ended.
             waited: whether the step before it was read first.
         """
-        self._note_try(drafts)
+        self._note_try()
+        goes_on = self._last is not None and bool(drafts and self._last.drafts)
+        if goes_on:
+            self._runs_ahead = not waited
         self._note_last(now, waited)
         self._is_steady = self._last is not None and not self._last.drafts and not drafts
-        launched = LaunchedStep(requests, drafts, now, self._drafting, waited)
+        launched = LaunchedStep(requests, drafts, now, self._drafting, waited, bool(drafts) and not goes_on)
         self._before, self._last, self._drafting = self._last, launched, 0.0
         self._is_drawn = False
 
@@ -447,7 +448,7 @@ class DraftPolicy:
             now: when one with prompts was launched, if one was.
             waited: see launched().
         """
-        self._note_try(None)
+        self._note_try(PROMPT_TRY)
         if now is not None:
             self._note_last(now, waited)
         self._before, self._last, self._drafting, self._is_steady = None, None, 0.0, False
@@ -492,5 +493,7 @@ class DraftPolicy:
                 if (before.requests, before.drafts) != (last.requests, last.drafts):
                     return
                 whole /= 2
+        if step.begins and self._runs_ahead:
+            return  # the device waited for the host, as it does not once drafts go on
         self.times.note(step.requests, step.drafts, whole)
         self.verify_times.note(step.requests, step.drafts, whole - last.drafting)

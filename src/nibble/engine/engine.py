@@ -295,6 +295,7 @@ class Engine:
                 self._collect(max_in_flight=0)
             if self.speculation and not self._streams:
                 self.speculation.policy.interrupted()
+                self._clock = StepClock()  # over a pause the clocks of host and device drift apart
             self._flush_events()
 
     def _waits(self) -> bool:

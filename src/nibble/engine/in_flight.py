@@ -82,7 +82,7 @@ class StepClock:
     """The end of the newest one that the device has noted."""
 
     def read(self, step: InFlightStep) -> None:
-        """Note that a step was read, all of which the device has done."""
+        """Note that a step was read; of one that sampled nothing, the host's time stands for its end."""
         now, done = perf_counter(), step.sampled.done if step.sampled else None
         if done and self._timed:
             event, at = self._timed

@@ -100,9 +100,12 @@ class Follower:
         here = self.start.engine_plan, self.runner.model, self.rank
         getattr(importlib.import_module(module), name)(*here, *arguments)
 
-    def barrier(self) -> None:
-        """Wait until all ranks are ready to serve."""
+    def freeze(self) -> None:
+        """Leave what there is out of garbage collection: this process has it until it ends."""
         freeze_gc()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
         self.rank.group.barrier()
 
 

@@ -292,6 +292,7 @@ class Ranks:
     def serve(self) -> None:
         """Wait until all are ready to serve."""
         assert self.here
+        self.run("freeze")
         self.run("barrier")
         try:
             self.here.group.barrier()

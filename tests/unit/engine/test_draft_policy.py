@@ -139,6 +139,21 @@ def test_the_number_of_drafts_that_pays_most_is_found(
     assert times_as_fast(run(count, share, 300, seed=seed), count, 300) > 0.9 * most
 
 
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_single_steps_with_drafts_do_not_stand_for_many(runs_ahead: bool) -> None:
+    """Where steps run ahead of one another, one between steps without waits for the host, before it and behind it."""
+    policy, ends, now, before = DraftPolicy(), [0.0, 0.0], 0.0, 0
+    for drafts in [1] * 6 + [0, 0, 0, 1] * 5 + [0]:
+        waited = drafts != before or not (drafts == 0 or runs_ahead)
+        begins = ends[-1] + 10.0 * waited
+        now = begins if waited else max(now, ends[-2])  # as Engine._note_launch() has it
+        policy.launched(4, drafts, now, waited=waited)
+        ends.append(begins + (20.0 if drafts else 16.0))
+        before = drafts
+    assert policy.times.get(4, 1) == (20.0 if runs_ahead else 30.0)
+    assert policy.times.get(4, 0) == 16.0
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
 def test_chance_does_not_change_the_number_of_drafts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Of one request: a few drafts that were right or wrong say little."""

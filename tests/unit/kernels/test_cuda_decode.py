@@ -92,7 +92,7 @@ def run(
         ("k8v4", 64, 4, (8, 1, 2, 3, 4, 5, 6), 60, 12, 1),
         ("bf16", 64, 3, (8,) * 7, None, 5, 1),
         ("nvfp4", 128, 4, (4,) * 7, None, 9, 1),
-        # Scores so far apart that sums are rescaled in many tiles, between their parts too.
+        # Scores so far apart that sums are rescaled in many tiles.
         ("nvfp4", 128, 4, (4,) * 7, None, 2, 4),
     ],
 )
