@@ -493,7 +493,8 @@ class DraftPolicy:
                 if (before.requests, before.drafts) != (last.requests, last.drafts):
                     return
                 whole /= 2
-        if step.begins and self._runs_ahead:
-            return  # the device waited for the host, as it does not once drafts go on
+        # There the device waited for the host, as it does not once drafts go on. It is all that is known of some.
+        if step.begins and self._runs_ahead and self.times.get(step.requests, step.drafts) is not None:
+            return
         self.times.note(step.requests, step.drafts, whole)
         self.verify_times.note(step.requests, step.drafts, whole - last.drafting)
