@@ -6,6 +6,7 @@ again, and finds little. It is a seventh of the time of imports, and a tenth of 
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Or libraries complain at the end of the process of objects that are left.
+    atexit.register(gc.unfreeze)
 
 
 @contextmanager

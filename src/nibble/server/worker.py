@@ -8,7 +8,6 @@ JSON or slow readers, and it ends with its parent. Messages are plain data, enco
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -411,7 +410,6 @@ def main(address: str, log_format: str, place_json: str = "{}") -> None:
         context.term()
         os._exit(1)
     finally:
-        gc.unfreeze()  # or libraries complain at the end of the process of objects that are left
         if publisher:
             publisher.close()
         if llm.engine.ranks:
