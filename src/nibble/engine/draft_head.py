@@ -27,6 +27,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from time import perf_counter
 
 import torch
@@ -36,7 +37,7 @@ from nibble.cache.manager import CacheManager
 from nibble.drafts import KEPT_STATES, MAX_DRAFTS, WAITING_STATES
 from nibble.engine.draft_books import DraftBooks, chunk, ended
 from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
-from nibble.engine.draft_tracks import Chain, Track
+from nibble.engine.draft_tracks import Chain, Rows, Track
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.following import unfinished
 from nibble.engine.model_runner import ModelRunner
@@ -119,7 +120,7 @@ class DraftHead(DraftBooks):
             self._store(long)
         finally:
             self._wait(tracks, batch.scheduled, states_TH)
-        # A step for all of them may have fewer rows of each, and would read their caches more often.
+        # As many as a recorded step of drafts can have.
         most = self.graphs.longest if self.graphs else KEPT_STATES
         self._store([track for track in tracks if track.num_waiting > most])
 
@@ -198,7 +199,7 @@ class DraftHead(DraftBooks):
     def _take(self, track: Track, start: int, states_TH: Tensor) -> None:
         """Keep hidden states of the rows from `start` on, and those before them that wait, until they are stored."""
         assert track.slot is not None
-        before = self.waiting.load(track.slot, track.start, max(start, track.start))
+        before = self.waiting.load(self.waiting.places(track.slot, track.start, max(start, track.start)))
         track.states = torch.cat([before, states_TH[max(track.start - start, 0) :]])
 
     def _wait(
@@ -256,24 +257,18 @@ class DraftHead(DraftBooks):
         """Compute all known rows but the last of each, and keep them."""
         rest = [track for track in tracks if not track.is_lost]
         while rest:
-            # Recorded steps read what waits.
-            graphs = self.graphs if all(track.states is None for track in rest) else None
-            longest = max(track.num_waiting - 1 for track in rest)
-            group = rest[: graphs.requests(longest)] if graphs else rest
-            room, batch = self.step_tokens, list[tuple[Track, int]]()
-            for track in group:
-                count = min(track.num_waiting - 1, room, graphs.length(len(group)) if graphs else room)
+            room, rows = self.step_tokens, list[Rows]()
+            for track in rest:
+                count = min(track.num_waiting - 1, room)
                 if count > 0 and self._has_pages(track, track.start + count):
-                    batch.append((track, count))
+                    rows.append(Rows(track, track.start, count))
                     room -= count
-            if not batch:
+            if not rows:
                 return
-            if graphs:
-                graphs.replay_first(self.runner.tables, [self._new(track, count) for track, count in batch])
-            else:
-                self._run([(track, track.start, count, False) for track, count in batch])
-            for track, count in batch:
-                self._keep(track, track.start + count)
+            # Not a recorded step: nobody reads what it answers, and so most of the head is not computed.
+            self._run(rows)
+            for one in rows:
+                self._keep(one.track, one.start + one.count)
             rest = [track for track in rest if not track.is_lost and track.num_waiting > 1]
 
     def _has_pages(self, track: Track, upto: int) -> bool:
@@ -295,37 +290,50 @@ class DraftHead(DraftBooks):
         assert track.slot is not None
         return NewRows(track.twin.lease, track.slot, track.start, [], tables.row_of(track.request.lease))
 
-    def _new(self, track: Track, count: int) -> NewRows:
-        """Return the next rows of a request for a recorded step."""
+    def _new(self, track: Track) -> NewRows:
+        """Return all rows of a request that wait, for a recorded step."""
         assert track.slot is not None
-        ids = track.twin.token_ids[track.start : track.start + count]
+        ids = track.twin.token_ids[track.start : track.num_known]
         return NewRows(track.twin.lease, track.slot, track.start, ids)
 
-    def _run(self, rows: Sequence[tuple[Track, int, int, bool]]) -> tuple[list[Track], Tensor]:
-        """Compute rows of some requests: start and number of each, and whether its last is sampled.
-
-        Return the requests in the order of the step, and the logits [S, V].
-        """
-        by_twin = {row[0].twin: row for row in rows}
-        items = (chunk(track.twin, start, count, samples) for track, start, count, samples in rows)
-        batch = Batch.from_scheduled(items)
+    def _run(self, rows: Sequence[Rows]) -> tuple[list[Track], Tensor]:
+        """Compute rows of some requests; return those that are sampled, in the order of the step, and logits [S, V]."""
+        by_twin = {one.track.twin: one for one in rows}
+        batch = Batch.from_scheduled(chunk(one.track.twin, one.start, one.count, one.samples) for one in rows)
         ordered = [by_twin[item.request] for item in batch.scheduled]
-        self.forward.input_states = torch.cat(
-            [self._states(track, start, count) for track, start, count, _ in ordered]
-        )
+        self.forward.input_states = self._states(ordered)
         logits_SV = self.runner.forward(batch)
-        return [row[0] for row in ordered if row[3]], logits_SV
+        return [one.track for one in ordered if one.samples], logits_SV
 
-    def _states(self, track: Track, start: int, count: int) -> Tensor:
-        """Return the hidden states of rows [n, H]."""
-        if track.next_states is not None:
-            return track.next_states
-        if track.states is not None:
-            return track.states[start - track.start :][:count]
-        assert track.slot is not None
-        return self.waiting.load(track.slot, start, start + count)
+    def _states(self, rows: Sequence[Rows]) -> Tensor:
+        """Return the hidden states of rows [T, H], of each request in turn."""
+        parts = list[Tensor]()
+        for is_waiting, group in groupby(rows, key=lambda one: one.states is None):
+            if is_waiting:
+                parts.append(self.waiting.load([place for one in group for place in self._places(one)]))
+            else:
+                parts += [one.states for one in group if one.states is not None]
+        return torch.cat(parts)
+
+    def _places(self, rows: Rows) -> list[int]:
+        """Return where the hidden states of rows wait."""
+        assert rows.track.slot is not None
+        return self.waiting.places(rows.track.slot, rows.start, rows.start + rows.count)
 
     # Drafts
+
+    @torch.inference_mode()
+    def prepare(self, tasks: Sequence[DraftTask]) -> None:
+        """Compute rows that recorded steps of drafts have no room for, while the step in flight runs.
+
+        Args:
+            tasks: that propose() is asked next, once that step is read, which has no drafts.
+        """
+        if self.graphs:
+            tracks = [self._track(task.request) for task in tasks]
+            # With the row that is known then.
+            most = self.graphs.length(min(len(tracks), self.graphs.most)) - 1
+            self._store([track for track in tracks if track.num_waiting > most])
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
@@ -471,7 +479,7 @@ class DraftHead(DraftBooks):
         chained = [track for track in tracks if self._has_room(track, steps)]
         if chained:
             chain = Chain(chained, steps)
-            self._launch_chain(chain, graphs, [self._new(track, track.num_waiting) for track in chained])
+            self._launch_chain(chain, graphs, [self._new(track) for track in chained])
             for track in chained:
                 self._keep(track, len(track.twin.token_ids))
             if is_unread:
@@ -559,7 +567,7 @@ class DraftHead(DraftBooks):
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""
         start_time = perf_counter()
-        rows = [(track, track.place, len(track.twin.token_ids) - track.place, True) for track in tracks]
+        rows = [Rows(one, one.place, len(one.twin.token_ids) - one.place, samples=True) for one in tracks]
         ordered, logits_SV = self._run(rows)
         states_SH = self.runner.hidden_states
         assert states_SH is not None

@@ -49,6 +49,8 @@ PROBE_COST = 0.005
 """Part of all time that drafts may take that are not likely to pay, once they were tried a few times."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
 """Steps between those."""
+ENOUGH_DRAFTS = 32
+"""Draft tokens that were verified since drafts seemed to pay, after which chance is not why they do not."""
 TOKEN_SHARE = 0.025
 """Of the time of a step, that it takes longer with one more token, until it was measured; and at least a tenth of that,
 at most eight times as much, whatever a few steps seem to say."""
@@ -270,6 +272,10 @@ class DraftPolicy:
     """Steps without drafts after which some are tried: twice as many each time."""
     _doubt_after: int = SHORTEST_PROBE
     """Steps after which the time of steps without may be doubted: twice as many each time."""
+    _num_verified: int = 0
+    """Draft tokens since drafts seemed to pay."""
+    _probe_costs: dict[int, float] = field(default_factory=dict)
+    """Steps that could have been made in the time of the newest probe, less those that were; by number of requests."""
     _since_drafts: int = 0
     """Steps that could have had drafts and had none."""
     _last: LaunchedStep | None = None
@@ -305,6 +311,7 @@ class DraftPolicy:
         """Note what became of a request's drafts."""
         for is_right in _outcomes(proposed, accepted):
             self.common_share += COMMON_WEIGHT * (is_right - self.common_share)
+            self._num_verified += 1
         self._rate.tokens += accepted
 
     def drafted(self, seconds: float) -> None:
@@ -359,13 +366,12 @@ class DraftPolicy:
         best = max(likely, key=lambda drafts: (requests + likely[drafts]) / (1 + extra[drafts]))
         # To begin with drafts makes a step wait, and so does every end.
         margin = MARGIN if self._since_drafts else 1.0
-        interval = min(max(max(extra.values()) / PROBE_COST, SHORTEST_PROBE), LONGEST_PROBE)
         self._since_drafts += 1
         pays = likely[best] > margin * extra[best] * requests
-        if not pays and self._since_drafts < min(interval, self._next_probe):
+        if not pays and self._since_drafts < self._probe_after(size, max(extra.values())):
             return 0
-        # A few drafts that are wrong by chance may have ended it.
         self._next_probe = SHORTEST_PROBE if pays else min(2 * self._next_probe, LONGEST_PROBE)
+        self._num_verified = 0 if pays else self._num_verified
         if pays and self._is_doubtful(requests, best, likely[best]):
             # Measured anew, as what was never measured; less and less often where it was right.
             self._doubt_after = min(2 * self._doubt_after, OLD)
@@ -375,6 +381,19 @@ class DraftPolicy:
             return 0
         self._since_drafts = 0
         return best
+
+    def _probe_after(self, size: int, extra: float) -> float:
+        """Return the steps without drafts after which some are tried that are not likely to pay.
+
+        Args:
+            size: as the number of requests counts.
+            extra: by how much longer a step with drafts takes.
+        """
+        # A probe costs more than that: the device waits for the host before and behind it.
+        cost = max(extra, self._probe_costs.get(size, 0.0))
+        interval = min(max(cost / PROBE_COST, SHORTEST_PROBE), LONGEST_PROBE)
+        # A few drafts that are wrong by chance may have ended it.
+        return interval if self._num_verified >= ENOUGH_DRAFTS else min(interval, self._next_probe)
 
     def _is_doubtful(self, requests: int, drafts: int, likely: float) -> bool:
         """Return whether drafts pay by measured times alone, and a step without was not measured lately.
@@ -436,6 +455,8 @@ class DraftPolicy:
         if goes_on:
             self._runs_ahead = not waited
         self._note_last(now, waited)
+        if not drafts:
+            self._note_probe(requests, now)
         self._is_steady = self._last is not None and not self._last.drafts and not drafts
         launched = LaunchedStep(requests, drafts, now, self._drafting, waited, bool(drafts) and not goes_on)
         self._before, self._last, self._drafting = self._last, launched, 0.0
@@ -469,6 +490,12 @@ class DraftPolicy:
             self.verify_times.note(before, 0, seconds)
         self._rate = self._rates.setdefault(before.bit_length(), Rate())
         self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
+
+    def _note_probe(self, requests: int, now: float) -> None:
+        """Note what the step launched last cost, if it alone had drafts; `now` one without is launched behind it."""
+        step, before, without = self._last, self._before, self.times.get(requests, 0)
+        if step and step.begins and before and before.requests == step.requests == requests and without:
+            self._probe_costs[requests.bit_length()] = (now - before.time) / without - 2
 
     def _note_drafts(
         self, last: LaunchedStep, before: LaunchedStep | None, seconds: float, waited: bool

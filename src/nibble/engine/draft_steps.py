@@ -76,10 +76,9 @@ class WaitingStates:
             places = to_device(places, torch.int64, states_TH.device)
         self.states_NH.index_copy_(0, places, states_TH)
 
-    def load(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return a copy of those of one request."""
-        places = to_device(self.places(slot, start, stop), torch.int64, self.states_NH.device)
-        return self.states_NH.index_select(0, places)
+    def load(self, places: Sequence[int]) -> Tensor:
+        """Return a copy of those at these places [T, H]."""
+        return self.states_NH.index_select(0, to_device(places, torch.int64, self.states_NH.device))
 
     def at(self, slots_B: Tensor, positions_T: Tensor) -> Tensor:
         """Return those of some requests, which have as many positions each [T, H]."""
@@ -234,10 +233,6 @@ class DraftGraphs(Graphs):
     def length(self, requests: int) -> int:
         """Return the most rows of each request in a first step of so many; 0 where none has room for them."""
         return max((length for most, length in self.verify_sizes if most >= requests), default=0)
-
-    def requests(self, length: int) -> int:
-        """Return the most requests of a first step with so many rows of each, or as many as there are in any."""
-        return max(requests for requests, most in self.verify_sizes if most >= min(length, self.longest))
 
     def decode_inputs(self, size: int) -> tuple[Tensor, ...]:
         """Return rows of the page tables, positions and token ids of a step that follows."""

@@ -14,6 +14,25 @@ from nibble.engine.draft_books import Draft
 from nibble.engine.request import Request, ScheduledRequest
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a request that a step computes."""
+
+    track: Track
+    start: int
+    count: int
+    samples: bool = False
+    """Whether a token is drawn behind the last."""
+
+    @property
+    def states(self) -> Tensor | None:
+        """Return their hidden states [n, H], None where these wait."""
+        track, first = self.track, self.start - self.track.start
+        if track.next_states is not None:
+            return track.next_states
+        return None if track.states is None else track.states[first : first + self.count]
+
+
 @dataclass(eq=False)
 class Chain:
     """Drafts of some requests that the host has not read."""

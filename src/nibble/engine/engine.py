@@ -331,6 +331,8 @@ class Engine:
             tasks = speculation.tasks(self.scheduler.running, room)
             if is_ahead and (batch := self._follow_unread(step.batch, tasks)):
                 return batch
+            if not step.has_drafts:
+                speculation.prepare(tasks)
         gains = self._read_oldest()
         if gains is None:
             return self._next(waits=True)

@@ -234,6 +234,14 @@ class Speculation:
             DraftTask(request, length, token_seconds, verification) for request, length in lengths.items()
         ]
 
+    def prepare(self, tasks: Sequence[DraftTask]) -> None:
+        """Let a head do what it can before the step in flight is read, which has no drafts; see draft()."""
+        if self.head and tasks:
+            try:
+                self.head.prepare(tasks)
+            except Exception as error:
+                self._note_error(error)
+
     def draft(self, tasks: Sequence[DraftTask]) -> Mapping[Request, tuple[int, ...]]:
         """Ask the drafter, and return what may be accepted of its drafts, where there are any."""
         if not tasks:

@@ -118,6 +118,17 @@ def test_drafts_that_are_never_right_cost_little(count: int, least: float) -> No
     assert sum(found.proposed[100:]) <= 3 * 7 * count
 
 
+def test_drafts_are_tried_by_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device waits as long as a step takes for the host that tried some, they are tried more rarely."""
+    monkeypatch.setitem(STALL_MS, 128, DECODE_MS[128])
+    assert times_as_fast(run(128, 0.0, 1000), 128, 1000) > 0.99
+
+
+def test_what_many_requests_say_is_no_chance() -> None:
+    """Of one request the first drafts may be wrong by chance, of many not all."""
+    assert run(128, 0.0, 60).verified == 1 < run(1, 0.0, 60).verified
+
+
 @pytest.mark.parametrize(("count", "least"), [(1, 1.8), (8, 1.6), (32, 1.3), (128, 0.98)])
 def test_drafts_that_are_often_right_go_on(count: int, least: float) -> None:
     found = run(count, 0.7, 300)

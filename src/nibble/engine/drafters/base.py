@@ -65,6 +65,10 @@ class HeadDrafter(Drafter, Protocol):
     tables: PageTables | None
     """Of the model, where it may leave them unread."""
 
+    def prepare(self, tasks: Sequence[DraftTask]) -> None:
+        """Do what can be done before the step in flight is read, behind which it is asked to propose."""
+        ...
+
     def propose_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> Sequence[Sequence[int]] | None:
         """Propose for some requests of the step in flight before the host knows what that brings; None: it cannot."""
         ...
