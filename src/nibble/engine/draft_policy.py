@@ -274,6 +274,8 @@ class DraftPolicy:
     """Steps after which the time of steps without may be doubted: twice as many each time."""
     _num_verified: int = 0
     """Draft tokens since drafts seemed to pay."""
+    _before_probe: LaunchedStep | None = None
+    """The step in front of one that alone had drafts, until it is known what that one cost."""
     _probe_costs: dict[int, float] = field(default_factory=dict)
     """Steps that could have been made in the time of the newest probe, less those that were; by number of requests."""
     _since_drafts: int = 0
@@ -455,8 +457,7 @@ class DraftPolicy:
         if goes_on:
             self._runs_ahead = not waited
         self._note_last(now, waited)
-        if not drafts:
-            self._note_probe(requests, now)
+        self._note_probe(requests, drafts, now, waited)
         self._is_steady = self._last is not None and not self._last.drafts and not drafts
         launched = LaunchedStep(requests, drafts, now, self._drafting, waited, bool(drafts) and not goes_on)
         self._before, self._last, self._drafting = self._last, launched, 0.0
@@ -473,6 +474,7 @@ class DraftPolicy:
         if now is not None:
             self._note_last(now, waited)
         self._before, self._last, self._drafting, self._is_steady = None, None, 0.0, False
+        self._before_probe = None
 
     def _note_last(self, now: float, waited: bool) -> None:
         """Note what the step launched last took."""
@@ -491,11 +493,17 @@ class DraftPolicy:
         self._rate = self._rates.setdefault(before.bit_length(), Rate())
         self._rate.add(before, self._whole_times.usual(before.bit_length(), seconds + of_drafts))
 
-    def _note_probe(self, requests: int, now: float) -> None:
-        """Note what the step launched last cost, if it alone had drafts; `now` one without is launched behind it."""
-        step, before, without = self._last, self._before, self.times.get(requests, 0)
-        if step and step.begins and before and before.requests == step.requests == requests and without:
-            self._probe_costs[requests.bit_length()] = (now - before.time) / without - 2
+    def _note_probe(self, requests: int, drafts: int, now: float, waited: bool) -> None:
+        """Note what a step that alone had drafts cost, where a step is launched; see launched()."""
+        before, last = self._before_probe, self._last
+        if drafts:
+            is_first = last is not None and not (last.drafts or last.waited)
+            self._before_probe = last if is_first else None
+        # The next one waited for its drafts. Times of this one and the one before them are of one kind again.
+        elif before and not waited:
+            self._before_probe, without = None, self.times.get(requests, 0)
+            if before.requests == requests and without:
+                self._probe_costs[requests.bit_length()] = (now - before.time) / without - 3
 
     def _note_drafts(
         self, last: LaunchedStep, before: LaunchedStep | None, seconds: float, waited: bool
