@@ -25,7 +25,7 @@ from nibble.attention.planner.verify_memory import verify_sizes
 from nibble.engine import draft_steps
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_steps import DraftGraphs, WaitingStates
-from nibble.engine.draft_tracks import Rows
+from nibble.engine.draft_tracks import HeadRows
 from nibble.engine.graphs import live
 from nibble.engine.page_tables import PageTables
 from planning import PLAIN
@@ -113,7 +113,7 @@ def stored(llm: LLM) -> Iterator[list[list[int]]]:
     head, steps = head_of(llm), list[list[int]]()
     run = head._run
 
-    def note(rows: Sequence[Rows]) -> Any:
+    def note(rows: Sequence[HeadRows]) -> Any:
         if not any(one.samples for one in rows):
             steps.append([one.count for one in rows])
         return run(rows)
@@ -196,7 +196,7 @@ def test_what_needs_tokens_goes_step_by_step(named: dict[str, Any]) -> None:
 
 
 def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states of many steps wait to be computed together, and drafts go on from there."""
+    """Hidden states of many steps wait for a recorded step, and drafts go on from there."""
     model, drafter, reference = named["raw"]
     llm = served(model, drafter, record)
     speculation = llm.engine.speculation
@@ -208,9 +208,10 @@ def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch:
         return propose(*arguments) if count[0] % 11 == 0 else {}
 
     monkeypatch.setattr(speculation, "propose", seldom)
-    with overheard() as said, replays(llm) as sizes, stored(llm) as rows:
+    with overheard() as said, replays(llm) as sizes:
         answers(llm, PROMPTS[:3], **{**GREEDY, "max_tokens": 70})
-    assert len(sizes) <= 3 * (count[0] // 11) and len(rows) > 10, "only drafts take recorded steps"
+    firsts = [size for size in sizes if isinstance(size, tuple)]
+    assert len(firsts) > count[0] // 4, "rows are stored by recorded steps"
     assert {len(drafts) for _, drafts, _ in said} == {0, 1, 2}
     assert error(said[:30:4], reference()) < 1e-4
 
@@ -218,7 +219,7 @@ def test_rows_are_stored_while_nobody_drafts(named: dict[str, Any], monkeypatch:
 def test_rows_of_many_requests_are_stored_several_at_a_time(
     named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nobody drafts, rows of all requests together: as many of each as a recorded step of drafts may have."""
+    """While nobody drafts, where no recorded step has room for as many rows of each: all of them together."""
     model, drafter, reference = named["raw"]
     llm = served(model, drafter, record, drafts=7)
     graphs, speculation = head_of(llm).graphs, llm.engine.speculation
@@ -235,8 +236,8 @@ def test_rows_of_many_requests_are_stored_several_at_a_time(
 
         monkeypatch.setattr(speculation, "propose", late)
         answers(llm, MANY, **{**GREEDY, "max_tokens": 60})
-    assert {count for step in before for count in step} == {graphs.longest}
-    assert 0 < len(before) < 40 * len(MANY) / graphs.longest, "several requests in each"
+    assert {count for step in before for count in step} <= set(range(graphs.longest // 2, graphs.longest + 1))
+    assert 0 < len(before) < 40 * len(MANY) / graphs.longest and len(MANY) in map(len, before)
     assert error(said[:30:4], reference()) < 1e-4
 
 
@@ -291,7 +292,7 @@ def _same_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _next_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of drafts lie one position too far."""
+    """HeadRows of drafts lie one position too far."""
     begin = DraftGraphs.begin
 
     def further(self: DraftGraphs, *arguments: Any) -> None:

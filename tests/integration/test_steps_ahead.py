@@ -260,6 +260,49 @@ def test_the_number_of_drafts_is_chosen(
     assert speculation.chooses and len(counts) > 3
 
 
+def test_rows_are_computed_while_the_step_before_runs(
+    target: Path, head: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a recorded step of drafts has no room for, so that nobody waits for them."""
+    params = {**GREEDY, "max_tokens": 60}
+    expected = answers(plain(), PROMPTS, **params)
+    turns, inside, stored = iter(range(10**6)), list[str](), list[tuple[str, int]]()
+    monkeypatch.setattr(
+        DraftPolicy, "choose", lambda self, requests, likely: max(likely) if next(turns) % 13 == 12 else 0
+    )
+
+    def entered(name: str) -> None:
+        method = getattr(DraftHead, name)
+
+        def run(*arguments: Any) -> Any:
+            inside.append(name)
+            try:
+                return method(*arguments)
+            finally:
+                inside.pop()
+
+        monkeypatch.setattr(DraftHead, name, run)
+
+    entered("prepare")
+    entered("propose")
+    store = DraftHead._store
+
+    def note(self: DraftHead, tracks: Any) -> None:
+        chosen = list(tracks)
+        stored.extend((inside[-1], len(chosen)) for _ in inside[-1:])
+        store(self, chosen)
+
+    monkeypatch.setattr(DraftHead, "_store", note)
+    llm = late(served(target, f"eagle3:{head}", live, drafts=7), live)
+    speculation = llm.engine.speculation
+    assert speculation
+    speculation.overlaps = speculation.adapts = True
+    with overheard(known(PROMPTS, expected)):
+        same(answers(llm, PROMPTS, **params), expected, 1e-4)
+    prepared = [count for name, count in stored if name == "prepare"]
+    assert sum(prepared) > 4 and not any(count for name, count in stored if name == "propose")
+
+
 PLACES: dict[str, tuple[Any, str]] = {
     "asked": (DraftHead, "propose_ahead"),
     "first": (DraftGraphs, "replay_first"),

@@ -27,7 +27,6 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from time import perf_counter
 
 import torch
@@ -37,7 +36,7 @@ from nibble.cache.manager import CacheManager
 from nibble.drafts import KEPT_STATES, MAX_DRAFTS, WAITING_STATES
 from nibble.engine.draft_books import DraftBooks, chunk, ended
 from nibble.engine.draft_steps import DraftGraphs, HeadForward, NewRows
-from nibble.engine.draft_tracks import Chain, Rows, Track
+from nibble.engine.draft_tracks import Chain, HeadRows, Track
 from nibble.engine.drafters.base import DraftTask
 from nibble.engine.following import unfinished
 from nibble.engine.model_runner import ModelRunner
@@ -122,7 +121,9 @@ class DraftHead(DraftBooks):
             self._wait(tracks, batch.scheduled, states_TH)
         # As many as a recorded step of drafts can have.
         most = self.graphs.longest if self.graphs else KEPT_STATES
-        self._store([track for track in tracks if track.num_waiting > most])
+        if any(track.num_waiting > most for track in tracks):
+            # Others that have many, too, so that all have as many at the same steps.
+            self._store([track for track in tracks if track.num_waiting > most // 2])
 
     def _observe_ahead(self, scheduled: Sequence[ScheduledRequest], states_TX: Tensor) -> None:
         """Let hidden states of a step wait whose beginnings only the device knows."""
@@ -257,19 +258,27 @@ class DraftHead(DraftBooks):
         """Compute all known rows but the last of each, and keep them."""
         rest = [track for track in tracks if not track.is_lost]
         while rest:
-            room, rows = self.step_tokens, list[Rows]()
+            room, rows = self.step_tokens, list[HeadRows]()
             for track in rest:
                 count = min(track.num_waiting - 1, room)
                 if count > 0 and self._has_pages(track, track.start + count):
-                    rows.append(Rows(track, track.start, count))
+                    rows.append(HeadRows(track, track.start, count))
                     room -= count
             if not rows:
                 return
-            # Not a recorded step: nobody reads what it answers, and so most of the head is not computed.
-            self._run(rows)
+            self._run_unread(rows)
             for one in rows:
                 self._keep(one.track, one.start + one.count)
             rest = [track for track in rest if not track.is_lost and track.num_waiting > 1]
+
+    def _run_unread(self, rows: Sequence[HeadRows]) -> None:
+        """Compute rows whose answers nobody reads."""
+        has_room = self.graphs and max(one.count for one in rows) <= self.graphs.length(len(rows))
+        if self.graphs and has_room and all(one.states is None for one in rows):
+            self.graphs.replay_first(self.runner.tables, [one.track.new_rows(one.count) for one in rows])
+        else:
+            # Most of the head is not computed here. The host takes longer, and of few requests as long as a step.
+            self._run(rows)
 
     def _has_pages(self, track: Track, upto: int) -> bool:
         """Reserve pages for rows; a request whose answer has none is lost."""
@@ -285,18 +294,7 @@ class DraftHead(DraftBooks):
             track.states = track.states[upto - track.start :]
         self.manager.commit(track.twin.lease, track.twin.token_ids, upto)
 
-    def _unknown(self, track: Track, tables: PageTables) -> NewRows:
-        """Return the rows that a request gains by the step in flight."""
-        assert track.slot is not None
-        return NewRows(track.twin.lease, track.slot, track.start, [], tables.row_of(track.request.lease))
-
-    def _new(self, track: Track) -> NewRows:
-        """Return all rows of a request that wait, for a recorded step."""
-        assert track.slot is not None
-        ids = track.twin.token_ids[track.start : track.num_known]
-        return NewRows(track.twin.lease, track.slot, track.start, ids)
-
-    def _run(self, rows: Sequence[Rows]) -> tuple[list[Track], Tensor]:
+    def _run(self, rows: Sequence[HeadRows]) -> tuple[list[Track], Tensor]:
         """Compute rows of some requests; return those that are sampled, in the order of the step, and logits [S, V]."""
         by_twin = {one.track.twin: one for one in rows}
         batch = Batch.from_scheduled(chunk(one.track.twin, one.start, one.count, one.samples) for one in rows)
@@ -305,20 +303,16 @@ class DraftHead(DraftBooks):
         logits_SV = self.runner.forward(batch)
         return [one.track for one in ordered if one.samples], logits_SV
 
-    def _states(self, rows: Sequence[Rows]) -> Tensor:
+    def _states(self, rows: Sequence[HeadRows]) -> Tensor:
         """Return the hidden states of rows [T, H], of each request in turn."""
-        parts = list[Tensor]()
-        for is_waiting, group in groupby(rows, key=lambda one: one.states is None):
-            if is_waiting:
-                parts.append(self.waiting.load([place for one in group for place in self._places(one)]))
-            else:
-                parts += [one.states for one in group if one.states is not None]
-        return torch.cat(parts)
-
-    def _places(self, rows: Rows) -> list[int]:
-        """Return where the hidden states of rows wait."""
-        assert rows.track.slot is not None
-        return self.waiting.places(rows.track.slot, rows.start, rows.start + rows.count)
+        if states := [one.states for one in rows if one.states is not None]:
+            assert len(states) == len(rows), "those of all wait, or of none"
+            return torch.cat(states)
+        places = list[int]()
+        for one in rows:
+            assert one.track.slot is not None
+            places += self.waiting.places(one.track.slot, one.start, one.start + one.count)
+        return self.waiting.load(places)
 
     # Drafts
 
@@ -331,6 +325,8 @@ class DraftHead(DraftBooks):
         """
         if self.graphs:
             tracks = [self._track(task.request) for task in tasks]
+            for track in tracks:
+                track.follow()
             # With the row that is known then.
             most = self.graphs.length(min(len(tracks), self.graphs.most)) - 1
             self._store([track for track in tracks if track.num_waiting > most])
@@ -389,7 +385,7 @@ class DraftHead(DraftBooks):
             unread = [item.drafts[0] for item in batch.scheduled if item.drafts and item.drafts[0] < 0]
             chain = Chain(drafted, steps, buffer=int(0 in map(tables.buffer_of, unread)), is_ahead=True)
             most = max(item.num_tokens for item in items.values())
-            self._launch_chain(chain, graphs, [self._unknown(track, tables) for track in drafted], most)
+            self._launch_chain(chain, graphs, [track.unknown_rows(tables) for track in drafted], most)
             self._leave_unread(chain)
             for track in drafted:
                 track.is_drafted = True
@@ -479,7 +475,7 @@ class DraftHead(DraftBooks):
         chained = [track for track in tracks if self._has_room(track, steps)]
         if chained:
             chain = Chain(chained, steps)
-            self._launch_chain(chain, graphs, [self._new(track) for track in chained])
+            self._launch_chain(chain, graphs, [track.new_rows(track.num_waiting) for track in chained])
             for track in chained:
                 self._keep(track, len(track.twin.token_ids))
             if is_unread:
@@ -567,7 +563,7 @@ class DraftHead(DraftBooks):
     def _draft(self, tracks: Sequence[Track]) -> list[Track]:
         """Compute rows, draw a draft of each request, and return those that another one may follow."""
         start_time = perf_counter()
-        rows = [Rows(one, one.place, len(one.twin.token_ids) - one.place, samples=True) for one in tracks]
+        rows = [HeadRows(one, one.place, len(one.twin.token_ids) - one.place, samples=True) for one in tracks]
         ordered, logits_SV = self._run(rows)
         states_SH = self.runner.hidden_states
         assert states_SH is not None

@@ -9,8 +9,8 @@ tokens to those whose drafts are right. It pays where
 Both times are measured as steps go by, and how likely a draft is right is learnt from those before. What was not
 measured, or long ago, is taken to be in proportion to what was; so a few steps go without drafts, or have another
 number of them, where that might pay more than what is known. Where drafts do not pay, a step has some nevertheless from
-time to time, as what is being written may change, or they were wrong by chance: after a few steps, then more and more
-rarely, until they cost less than PROBE_COST.
+time to time, as what is being written may change, or they were wrong by chance: after a few steps, then as rarely as it
+takes for them to cost less than PROBE_COST; at once so rarely where many were verified.
 
 The time of a step with drafts includes what the drafter took for them, which is measured apart: it may be a model of
 its own. That also says what a token is worth, the seconds that the engine takes for one now, by which a model that
@@ -46,11 +46,12 @@ TRIES = 8
 has prompts, which count an eighth each."""
 PROMPT_TRY = 0.125
 PROBE_COST = 0.005
-"""Part of all time that drafts may take that are not likely to pay, once they were tried a few times."""
+"""Part of all time that drafts may take that are not likely to pay, once enough is known of them."""
 SHORTEST_PROBE, LONGEST_PROBE = 16, 256
 """Steps between those."""
 ENOUGH_DRAFTS = 32
-"""Draft tokens that were verified since drafts seemed to pay, after which chance is not why they do not."""
+"""Draft tokens that were verified since drafts seemed to pay, after which chance is not why they do not, if those of a
+step some time later are among them: what a few steps say may be chance of another kind."""
 TOKEN_SHARE = 0.025
 """Of the time of a step, that it takes longer with one more token, until it was measured; and at least a tenth of that,
 at most eight times as much, whatever a few steps seem to say."""
@@ -269,7 +270,7 @@ class DraftPolicy:
     """Number of requests and of drafts that the next step tries, as such a step was not measured."""
     _num_choices: int = 0
     _next_probe: int = SHORTEST_PROBE
-    """Steps without drafts after which some are tried: twice as many each time."""
+    """Steps without drafts after which some are tried, until enough were verified: twice as many each time."""
     _doubt_after: int = SHORTEST_PROBE
     """Steps after which the time of steps without may be doubted: twice as many each time."""
     _num_verified: int = 0
@@ -394,8 +395,9 @@ class DraftPolicy:
         # A probe costs more than that: the device waits for the host before and behind it.
         cost = max(extra, self._probe_costs.get(size, 0.0))
         interval = min(max(cost / PROBE_COST, SHORTEST_PROBE), LONGEST_PROBE)
-        # A few drafts that are wrong by chance may have ended it.
-        return interval if self._num_verified >= ENOUGH_DRAFTS else min(interval, self._next_probe)
+        # A few drafts that are wrong by chance may have ended it, or a time.
+        is_sure = self._num_verified >= ENOUGH_DRAFTS and self._next_probe > SHORTEST_PROBE
+        return interval if is_sure else min(interval, self._next_probe)
 
     def _is_doubtful(self, requests: int, drafts: int, likely: float) -> bool:
         """Return whether drafts pay by measured times alone, and a step without was not measured lately.
@@ -497,12 +499,13 @@ class DraftPolicy:
         """Note what a step that alone had drafts cost, where a step is launched; see launched()."""
         before, last = self._before_probe, self._last
         if drafts:
-            is_first = last is not None and not (last.drafts or last.waited)
+            # Times of steps that run behind others are those of the step in front, which is to be of the same kind.
+            is_first = self._is_steady and last is not None and not (last.drafts or last.waited)
             self._before_probe = last if is_first else None
-        # The next one waited for its drafts. Times of this one and the one before them are of one kind again.
-        elif before and not waited:
+        # The next step waits for the drafts, and this is the one behind that.
+        elif last is None or not last.drafts:
             self._before_probe, without = None, self.times.get(requests, 0)
-            if before.requests == requests and without:
+            if before and before.requests == requests and without and not waited:
                 self._probe_costs[requests.bit_length()] = (now - before.time) / without - 3
 
     def _note_drafts(

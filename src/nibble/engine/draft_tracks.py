@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nibble.engine.draft_books import Draft
+from nibble.engine.draft_steps import NewRows
+from nibble.engine.page_tables import PageTables
 from nibble.engine.request import Request, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a request that a step computes."""
+class HeadRows:
+    """HeadRows of a request that a step computes."""
 
     track: Track
     start: int
@@ -56,7 +58,7 @@ class Track(Draft):
     slot: int | None = None
     """Where hidden states wait (WaitingStates)."""
     end: int = 0
-    """Rows, from the first on, that have had a hidden state."""
+    """HeadRows, from the first on, that have had a hidden state."""
     states: Tensor | None = None
     """[n, H], of the rows from `start` on, while they are too many to wait."""
     next_states: Tensor | None = None
@@ -79,6 +81,18 @@ class Track(Draft):
     def num_waiting(self) -> int:
         """Return how many of those are not stored."""
         return self.num_known - self.start
+
+    def new_rows(self, count: int) -> NewRows:
+        """Return the next rows for a recorded step."""
+        assert self.slot is not None
+        return NewRows(
+            self.twin.lease, self.slot, self.start, self.twin.token_ids[self.start : self.start + count]
+        )
+
+    def unknown_rows(self, tables: PageTables) -> NewRows:
+        """Return the rows that the request gains by the step in flight; tables: of the model."""
+        assert self.slot is not None
+        return NewRows(self.twin.lease, self.slot, self.start, [], tables.row_of(self.request.lease))
 
     def waits_for(self, item: ScheduledRequest) -> bool:
         """Return whether the rows that are not computed are those of a step in flight."""

@@ -174,8 +174,7 @@ def attends_for_logits_only(scheduled: Sequence[ScheduledRequest]) -> bool:
     """
     if any(item.logprob_rows or item.drafts for item in scheduled):
         return False
-    rows = sum(item.num_tokens - item.samples_token for item in scheduled)
-    return rows >= LONG_PROMPTS or not any(item.samples_token for item in scheduled)
+    return sum(item.num_tokens - item.samples_token for item in scheduled) >= LONG_PROMPTS
 
 
 class PhaseGroup:

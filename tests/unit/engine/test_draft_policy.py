@@ -125,8 +125,24 @@ def test_drafts_are_tried_by_what_that_costs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_many_requests_say_is_no_chance() -> None:
-    """Of one request the first drafts may be wrong by chance, of many not all."""
-    assert run(128, 0.0, 60).verified == 1 < run(1, 0.0, 60).verified
+    """Of one request the first drafts may be wrong by chance, of many not all: they are tried once more."""
+    assert run(128, 0.0, 80).verified == 2 < run(1, 0.0, 80).verified
+
+
+def test_what_a_probe_costs_is_no_other_steps_time() -> None:
+    """Neither that of a prompt in front, nor of steps behind it that wait again."""
+    for prompt, waits, is_noted in ((0.0, 0, True), (60.0, 0, False), (0.0, 4, False)):
+        policy, ends, now = DraftPolicy(), [0.0, 0.0], 0.0
+        launches = [(0, False)] * 8 + [(1, True), (0, True)] + [(0, True)] * waits + [(0, False)] * 2
+        for number, (drafts, waited) in enumerate(launches):
+            if prompt and number == 7:
+                policy.interrupted(ends[-2], waited=False)
+                ends.append(ends[-1] + prompt)
+            begins = ends[-1] + 2.0 * waited
+            now = begins if waited else max(now, ends[-2])  # as Engine._note_launch() has it
+            policy.launched(4, drafts, now, waited=waited)
+            ends.append(begins + (12.0 if drafts else 10.0))
+        assert policy._probe_costs == ({3: pytest.approx(0.6)} if is_noted else {})
 
 
 @pytest.mark.parametrize(("count", "least"), [(1, 1.8), (8, 1.6), (32, 1.3), (128, 0.98)])

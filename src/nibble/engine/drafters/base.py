@@ -66,7 +66,11 @@ class HeadDrafter(Drafter, Protocol):
     """Of the model, where it may leave them unread."""
 
     def prepare(self, tasks: Sequence[DraftTask]) -> None:
-        """Do what can be done before the step in flight is read, behind which it is asked to propose."""
+        """Do what can be done before the step in flight is read, behind which it is asked to propose.
+
+        Args:
+            tasks: of requests of that step, which verifies no drafts.
+        """
         ...
 
     def propose_ahead(self, tasks: Sequence[DraftTask], batch: Batch) -> Sequence[Sequence[int]] | None:
