@@ -292,7 +292,7 @@ def _same_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _next_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HeadRows of drafts lie one position too far."""
+    """Rows of drafts lie one position too far."""
     begin = DraftGraphs.begin
 
     def further(self: DraftGraphs, *arguments: Any) -> None:

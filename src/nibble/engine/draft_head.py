@@ -273,9 +273,10 @@ class DraftHead(DraftBooks):
 
     def _run_unread(self, rows: Sequence[HeadRows]) -> None:
         """Compute rows whose answers nobody reads."""
-        has_room = self.graphs and max(one.count for one in rows) <= self.graphs.length(len(rows))
-        if self.graphs and has_room and all(one.states is None for one in rows):
-            self.graphs.replay_first(self.runner.tables, [one.track.new_rows(one.count) for one in rows])
+        graphs, longest = self.graphs, max(one.count for one in rows)
+        # Recorded steps read what waits.
+        if graphs and longest <= graphs.length(len(rows)) and all(one.states is None for one in rows):
+            graphs.replay_first(self.runner.tables, [one.track.new_rows(one.count) for one in rows])
         else:
             # Most of the head is not computed here. The host takes longer, and of few requests as long as a step.
             self._run(rows)

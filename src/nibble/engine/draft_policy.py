@@ -374,7 +374,8 @@ class DraftPolicy:
         if not pays and self._since_drafts < self._probe_after(size, max(extra.values())):
             return 0
         self._next_probe = SHORTEST_PROBE if pays else min(2 * self._next_probe, LONGEST_PROBE)
-        self._num_verified = 0 if pays else self._num_verified
+        if pays:
+            self._num_verified = 0
         if pays and self._is_doubtful(requests, best, likely[best]):
             # Measured anew, as what was never measured; less and less often where it was right.
             self._doubt_after = min(2 * self._doubt_after, OLD)

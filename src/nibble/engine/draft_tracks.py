@@ -18,7 +18,7 @@ from nibble.engine.request import Request, ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """HeadRows of a request that a step computes."""
+    """Rows of a request that a step computes."""
 
     track: Track
     start: int
@@ -58,7 +58,7 @@ class Track(Draft):
     slot: int | None = None
     """Where hidden states wait (WaitingStates)."""
     end: int = 0
-    """HeadRows, from the first on, that have had a hidden state."""
+    """Rows, from the first on, that have had a hidden state."""
     states: Tensor | None = None
     """[n, H], of the rows from `start` on, while they are too many to wait."""
     next_states: Tensor | None = None
