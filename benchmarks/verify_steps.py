@@ -214,11 +214,17 @@ def run(
     llm: LLM, prompts: Sequence[list[int]], steps: int, drafts: Speculation | None, answer: int = 512
 ) -> Run:
     """Decode prompts: planted already, or computed before the first step that counts."""
-    made, pieces, sizes = llm.engine, list[Delta](), list[Any]()
+    made, sizes = llm.engine, list[Any]()
     made.speculation, graphs = drafts, made.runner.graphs
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
-    tickets = [made.submit(prompt, params, pieces.append) for prompt in prompts]
     ends, counts, known, between, launches = [], [], [0.0], list[float](), list[float]()
+    count = [0]
+
+    def receive(piece: Delta) -> None:
+        # Pieces that stayed would be walked by garbage collections, with all tokens of all prompts.
+        count[0] += len(piece.token_ids)
+
+    tickets = [made.submit(prompt, params, receive) for prompt in prompts]
     read = SampledTokens.read_ids
 
     def note_read(self: SampledTokens) -> list[int]:
@@ -245,7 +251,7 @@ def run(
         for _ in range(steps + WARMUP):
             made.step()
             ends.append(time.perf_counter())
-            counts.append(sum(len(piece.token_ids) for piece in pieces))
+            counts.append(count[0])
     made.abort([ticket for (ticket,) in tickets])
     made.step()  # reads what is in flight
     spans = [b - a for a, b in zip(ends[WARMUP:], ends[WARMUP + 1 :], strict=False)]

@@ -26,9 +26,10 @@ from nibble.drafts import MAX_DRAFTS
 from nibble.engine.draft_head import DraftHead
 from nibble.engine.draft_steps import DraftGraphs
 from nibble.engine.draft_tracks import Chain
+from nibble.engine.model_runner import ModelRunner
 from nibble.engine.request import Batch, Completion, Request, ScheduledRequest
 from nibble.formats import scheme
-from nibble.kernels import nvrtc
+from nibble.kernels import MIN_REQUESTS, nvrtc
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Phase, Stream
 from toys.oracle_drafter import oracle
@@ -262,31 +263,34 @@ def test_the_decode_kernel_over_padded_requests(kv_format: str, dim: int, group:
         assert not wrong and (found[~live] == 0).all(), f"(request, query, error): {wrong}"
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "eagle3"])
-def test_nothing_is_compiled_once_it_is_ready(drafter: str) -> None:
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """The kernels that are compiled, or loaded where they were."""
     import triton
 
-    compiled = list[str]()
+    compiled, build = list[str](), nvrtc._compile
 
     def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
         compiled.append(f"{getattr(src, 'name', src)}{' (on disk)' * cache_hit}")
-
-    build = nvrtc._compile
 
     def counted(*arguments: Any) -> Any:
         compiled.append(f"nvrtc {arguments[0]}")
         return build(*arguments)
 
+    with (
+        mock.patch.object(triton.knobs.compilation, "listener", note),
+        mock.patch.object(nvrtc, "_compile", counted),
+    ):
+        yield compiled
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "eagle3"])
+def test_nothing_is_compiled_once_it_is_ready(drafter: str) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=40, temperature=0.7, top_k=20, seed=3, ignore_eos=True)
     with opened("demo", "nvfp4", speculative=drafter, speculative_tokens=3) as llm:
         asked = prompts(llm)
-        with (
-            mock.patch.object(triton.knobs.compilation, "listener", note),
-            mock.patch.object(nvrtc, "_compile", counted),
-            replays(llm) as sizes,
-            settled(llm) as starts,
-        ):
+        with compiling() as compiled, replays(llm) as sizes, settled(llm) as starts:
             for count in (1, 3, 4):
                 # What repeats itself is found by look-up.
                 llm.generate([(prompt[-20:] * 9) for prompt in asked[:count]], params)
@@ -294,6 +298,25 @@ def test_nothing_is_compiled_once_it_is_ready(drafter: str) -> None:
         assert bool(starts) == (drafter == "eagle3")
         print({size: sizes.count(size) for size in sizes}, compiled)
         assert any(isinstance(size, tuple) for size in sizes) and not compiled
+
+
+@pytest.mark.parametrize("window", [0, None])
+def test_many_short_prompts_wait_for_no_compiler(window: int | None) -> None:
+    params, forward, extends = SamplingParams(max_tokens=24, temperature=0), ModelRunner.forward, list[int]()
+
+    def note(self: ModelRunner, batch: Batch, *arguments: Any, **options: Any) -> Tensor:
+        extends.append(sum(item.phase is Phase.EXTEND for item in batch.scheduled))
+        return forward(self, batch, *arguments, **options)
+
+    usual = {"kv_memory": "3GiB", "max_running": 40, "max_context": 1024}
+    with opened("demo", "nvfp4", kv_window=window, speculative="eagle3", **usual) as llm:
+        ids = llm.tokenizer.encode(TEXT)
+        # Long enough for keys to be split.
+        asked = [[*ids[:600], *ids[700 + 9 * number :][: 3 + number % 6]] for number in range(40)]
+        llm.generate([ids[:600]], params)
+        with compiling() as compiled, mock.patch.object(ModelRunner, "forward", note):
+            llm.generate(asked, params)
+        assert max(extends) > MIN_REQUESTS and not compiled, (max(extends), compiled)
 
 
 def test_lookup_and_a_model_that_drafts() -> None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nibble.attention.planner.step_memory import CPU_STEP_TOKENS, GPU_STEP_TOKEN
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
+from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
@@ -25,7 +27,9 @@ from nibble.engine.sampler import Sampler, uniforms
 from nibble.engine.startup_report import StartupReport
 from nibble.engine.warmup_steps import longest_prompts
 from nibble.hardware import GIB, lookup_gpu
-from nibble.kernels import ALIGNED
+from nibble.kernels import ALIGNED, MIN_REQUESTS
+from nibble.kernels.types import AttentionMetadata
+from nibble.model_spec import Phase
 from planning import QWEN3_8B, memory_plan
 from sampling import sample, uniform
 
@@ -65,6 +69,39 @@ def test_a_table_is_told_of_new_pages_once() -> None:
     assert tables.row(third) == rows[0], "the row of a released lease serves the next"
     assert tell() == 1 and tables.table_RN[rows[0], 0] == third.pages[0]
     assert not tables.table_RN[tables.padding_row].any()
+
+
+def test_many_requests_that_extend_are_attended_to_in_parts(tiny: Path) -> None:
+    prefix, steps = [i % 50 for i in range(40)], list[list[tuple[Phase, int, int, int]]]()
+    prompts = [[*prefix, *[1 + number] * (1 + number % 5)] for number in range(2 * MIN_REQUESTS + 3)]
+    metadata = ModelRunner._metadata
+
+    def note(self: ModelRunner, *arguments: Any) -> AttentionMetadata:
+        meta = metadata(self, *arguments)
+        steps.append([(b.phase, len(b.query_lens), b.start, b.stop) for b in meta.batches])
+        return meta
+
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=0)
+    usual = {
+        "kv_format": "nvfp4",
+        "kv_memory": "64MiB",
+        "max_running": len(prompts),
+        "max_context": 64,
+        "token_budget": 1024,
+    }
+    with LLM(str(tiny), **usual) as llm:
+        llm.generate([[*prefix, 7]], params)
+        with mock.patch.object(ModelRunner, "_metadata", note):
+            answers = llm.generate(prompts, params)
+    with LLM(str(tiny), prefix_cache=False, **usual) as llm:
+        alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    assert [(Phase.EXTEND, count) for count in (32, 32, 3)] in [
+        [batch[:2] for batch in step] for step in steps
+    ]
+    for step in steps:
+        assert [start for _, _, start, _ in step] == [0, *[stop for _, _, _, stop in step[:-1]]]
+    for answer, expected in zip(answers, alone, strict=True):
+        assert answer.completions[0].token_ids == expected.completions[0].token_ids
 
 
 def test_random_numbers_are_the_same_on_the_device() -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -294,11 +294,7 @@ class ModelRunner:
         forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
         skipped = packed.add(unwritten(scheduled)), packed.add(forgotten)
         state_rows = StateRows(scheduled, packed) if self.states else None
-        # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
-        groups = [
-            PhaseGroup(tuple(pairs), packed)
-            for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
-        ]
+        groups = PhaseGroup.of_step(scheduled, rows, packed)
         if not (every or self.tier or self.rows) and attends_for_logits_only(scheduled):
             group_of_logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
         return StepNumbers(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
 
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import ScheduledRequest
-from nibble.kernels import cdiv
+from nibble.kernels import MIN_REQUESTS, cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 from nibble.kernels.step_inputs import ON_DEVICE, accept
 from nibble.model_spec import Phase
@@ -178,7 +178,7 @@ def attends_for_logits_only(scheduled: Sequence[ScheduledRequest]) -> bool:
 
 
 class PhaseGroup:
-    """What is scheduled of one phase, and where its numbers lie in the packed integers."""
+    """Requests of one phase in a step, and where its numbers lie in the packed integers."""
 
     def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
         """Add the numbers of requests and their rows of the page tables."""
@@ -189,6 +189,24 @@ class PhaseGroup:
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
         self.rows = packed.add(row for _, row in pairs)
+
+    @classmethod
+    def of_step(
+        cls, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
+    ) -> list[PhaseGroup]:
+        """Return the groups of a step: one of each phase, and several of many requests that extend.
+
+        Args:
+            scheduled: what the step has, in the order of phases (Batch.from_scheduled).
+            rows: of its requests in the page tables.
+            packed: the integers of the step.
+        """
+        groups = list[PhaseGroup]()
+        for phase, of_phase in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase):
+            pairs = tuple(of_phase)
+            most = MIN_REQUESTS if phase is Phase.EXTEND else len(pairs)
+            groups += [cls(pairs[first : first + most], packed) for first in range(0, len(pairs), most)]
+        return groups
 
     @classmethod
     def of_padding(cls, row: int, packed: PackedInts) -> PhaseGroup:

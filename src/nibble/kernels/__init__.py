@@ -51,6 +51,9 @@ HEAD_DIMS = (64, 128, 256)
 """Values of a head that decode attention in CUDA C++ serves (attention/decode.cu, decode_fixed.cu)."""
 MMA_ROWS = 16
 """Rows of the smallest tile of the tensor cores."""
+MIN_REQUESTS = 32
+"""Requests that a kernel is compiled for at least, of those that share out keys, so that small batches have the same.
+Steps that are not recorded have no larger ones that extend (PhaseGroup.of_step): they would wait for a compiler."""
 UNBOUNDED = 1 << 30
 """In the place of a bound on stored tokens, or on shared memory, that is not known."""
 ALIGNED = 4

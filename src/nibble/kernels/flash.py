@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import SPREAD_TOKENS, cdiv, next_power_of_2
+from nibble.kernels import MIN_REQUESTS, SPREAD_TOKENS, cdiv, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where a running maximum starts. Not -inf, whose difference with itself is NaN.
@@ -126,8 +126,6 @@ LAUNCH_COST_TILES = 3.0
 """Tiles, in the time of which a program over a list of tokens starts and leaves what it has to be combined."""
 MOST_PROGRAMS = 65535
 """In the last dimension of a grid: CUDA's limit."""
-MIN_REQUESTS = 32
-"""Requests that a kernel is compiled for at least, so that small batches share one."""
 
 
 @triton.jit
