@@ -14,6 +14,7 @@
 #include "wgmma_ss.cuh"
 
 static_assert(!(FP8 && (GATED || ROWS > 64)), "not written");
+static_assert(STAGES > 1, "a stage is given back in the step behind its own");
 constexpr int INPUTS = SWIZZLED >> !FP8, SCALED = 128;  // of a stage; what has a scale
 constexpr int WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
 constexpr int WEIGHTS = 64 * GROUPS, OUTPUTS = WEIGHTS >> GATED;  // rows of W, and outputs that are stored
@@ -119,7 +120,9 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
   Place place;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
-#if FP8
+#if !FP8
+  int before = 0;  // the stage of the last step
+#else
   constexpr bool AHEAD = ROWS * GROUPS < 256;  // a step, as they come from afar; where there are registers
   float next[SUMS / 2], next_weight;
   if (AHEAD) scales.load(next, next_weight, 0);
@@ -142,15 +145,20 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
 #pragma unroll
     for (int j = 0; j < SWIZZLED / 32; j++) wgmma(part, behind(a, offset + 32 * j), behind(b, offset + 32 * j));
     wgmma_commit();
-    // Not later: memory is what all wait for, and a stage that is empty is to be filled.
+#if FP8
     wgmma_wait<0>();
     if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(place.stage));
-#if FP8
     keep(part);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sums[i] = fmaf(part[i], scale[i / 4 * 2 + i % 2], sums[i]);
+#else
+    // Tensor cores go on with this step while the one before is given back.
+    wgmma_wait<1>();
+    if (step && threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(before));
+    before = place.stage;
 #endif
   }
+  wgmma_wait<0>();
   keep(sums);
 }
 

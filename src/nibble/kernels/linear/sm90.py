@@ -65,7 +65,7 @@ class Tile:
         return (
             self.groups in GROUPS
             and 1 <= self.splits <= min(MOST_SPLITS, cdiv(inputs, INPUTS))
-            and self.stages >= 1
+            and self.stages >= 2  # one is multiplied while the next is filled
             and sums <= self.stages * self.stage_bytes(rows)
             and self.per_processor(rows) > 0
         )
@@ -126,9 +126,9 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     if is_full and (inputs <= LONG or rows > MMA_ROWS):
         tile = _keep_alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
-        # All blocks at a time: two of a multiprocessor, or one that reads rows half as often.
-        stages = 5 if rows <= MMA_ROWS else 4 if rows <= 32 else 3
-        tile = Tile(4, 1, 5) if 32 < rows <= 64 else Tile(2, 1, stages)
+        # All blocks at a time: two of a multiprocessor, or one that reads rows half as often. Of 65 to 128 rows that is
+        # slower for a moment, and faster for long, at the limit of power.
+        tile = Tile(2, 1, 5 if rows <= MMA_ROWS else 4) if rows <= 32 else Tile(4, 1, 5 if rows <= 64 else 4)
     else:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
