@@ -525,7 +525,7 @@ def test_what_a_head_keeps_is_planned(
     small = plan_cache(replace(engine_plan.draft, kv_memory=None), engine_plan.hardware)  # type: ignore[type-var]
     planner = MemoryPlanner(CacheSpec.from_config(small.config), small.model_spec, small.hardware, small.plan)
     memory = DraftMemory.of(small, planner, engine_plan.model_spec, "float32")
-    assert 0 < head.waiting.states_NH.nbytes < memory.states
+    assert 0 < head.waiting.states_NX.nbytes < memory.states
     own = load_file(eagles["raw"] / "model.safetensors").values()
     assert memory.weights >= sum(4 * x.numel() for x in own if x.is_floating_point())
     (note,) = (note for note in llm.plan.notes if "hidden states" in note)

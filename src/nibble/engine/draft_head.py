@@ -108,8 +108,7 @@ class DraftHead(DraftBooks):
             return
         tracks = [self._track(item.request) for item in batch.scheduled]
         try:
-            states_TH = self.head.combine(states_TX)
-            long = self._extend_all(tracks, batch.scheduled, states_TH)
+            long = self._extend_all(tracks, batch.scheduled, states_TX)
         except BaseException:
             # What they say that they have is not there.
             for track in tracks:
@@ -118,7 +117,7 @@ class DraftHead(DraftBooks):
         try:
             self._store(long)
         finally:
-            self._wait(tracks, batch.scheduled, states_TH)
+            self._wait(tracks, batch.scheduled, states_TX)
         # As many as a recorded step of drafts can have.
         most = self.graphs.longest if self.graphs else KEPT_STATES
         if any(track.num_waiting > most for track in tracks):
@@ -143,15 +142,15 @@ class DraftHead(DraftBooks):
         if not rows:
             return
         try:
-            states_TH, numbers = self.head.combine(states_TX), (*rows, *places, *of_model, *counts)
+            numbers = *rows, *places, *of_model, *counts
             # Most steps have those of the one before.
             if self._numbers is None or self._numbers[0] != numbers:
-                self._numbers = numbers, to_device(numbers, torch.int64, states_TH.device).view(4, -1)
+                self._numbers = numbers, to_device(numbers, torch.int64, states_TX.device).view(4, -1)
             rows_T, places_T, of_model_T, counts_T = self._numbers[1]
             positions_T = self.tables.stored(of_model_T) + counts_T
-            is_part = len(rows) < len(states_TH)
+            is_part = len(rows) < len(states_TX)
             self.waiting.store(
-                places_T + positions_T % WAITING_STATES, states_TH[rows_T] if is_part else states_TH
+                places_T + positions_T % WAITING_STATES, states_TX[rows_T] if is_part else states_TX
             )
         except BaseException:
             for track in tracks:
@@ -176,15 +175,16 @@ class DraftHead(DraftBooks):
             self._lose(track)
 
     def _extend_all(
-        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TH: Tensor
+        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TX: Tensor
     ) -> list[Track]:
         """Note what hidden states there are; return the requests that have more than can wait."""
-        first, long = 0, list[Track]()
+        first, long, combined_TH = 0, list[Track](), None
         for track, item in zip(tracks, scheduled, strict=True):
             track.follow()
             self._extend(track, item)
             if not track.is_lost and track.end - track.start > WAITING_STATES:
-                self._take(track, item.start, states_TH[first : first + item.num_tokens])
+                combined_TH = self.head.combine(states_TX) if combined_TH is None else combined_TH
+                self._take(track, item.start, combined_TH[first : first + item.num_tokens])
                 long.append(track)
             first += item.num_tokens
         return long
@@ -200,11 +200,12 @@ class DraftHead(DraftBooks):
     def _take(self, track: Track, start: int, states_TH: Tensor) -> None:
         """Keep hidden states of the rows from `start` on, and those before them that wait, until they are stored."""
         assert track.slot is not None
-        before = self.waiting.load(self.waiting.places(track.slot, track.start, max(start, track.start)))
-        track.states = torch.cat([before, states_TH[max(track.start - start, 0) :]])
+        track.states = states_TH[max(track.start - start, 0) :]
+        if places := self.waiting.places(track.slot, track.start, start):
+            track.states = torch.cat([self.waiting.load(places), track.states])
 
     def _wait(
-        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TH: Tensor
+        self, tracks: Sequence[Track], scheduled: Sequence[ScheduledRequest], states_TX: Tensor
     ) -> None:
         """Let hidden states of a step wait, of rows that are not stored."""
         rows, places, first = list[int](), list[int](), 0
@@ -217,9 +218,9 @@ class DraftHead(DraftBooks):
                 places += self.waiting.places(track.slot, begin, item.end)
             first += item.num_tokens
         if rows:
-            is_part = len(rows) < len(states_TH)
+            is_part = len(rows) < len(states_TX)
             self.waiting.store(
-                places, states_TH[to_device(rows, torch.int64, states_TH.device)] if is_part else states_TH
+                places, states_TX[to_device(rows, torch.int64, states_TX.device)] if is_part else states_TX
             )
 
     def _forget(self, running: Iterable[Request]) -> None:

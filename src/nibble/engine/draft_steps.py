@@ -14,8 +14,8 @@ A chain may be launched before the host has read which of the last drafts count:
 tokens, the first step then takes from what the step that verifies those leaves on the device. So there are two chains
 at a time that the host has not read, and two buffers that they are drawn into.
 
-Shape suffixes: T tokens of a step, B requests, L rows of each, S rows that are sampled, H hidden size, V vocabulary,
-N hidden states that can wait.
+Shape suffixes: T tokens of a step, B requests, L rows of each, S rows that are sampled, H hidden size, X values of the
+model's hidden states, V vocabulary, N hidden states that can wait.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ from nibble.models.head_model import draft_ids
 class WaitingStates:
     """Hidden states of rows that a head has not computed yet: the newest of each request, by position.
 
+    They wait as the model leaves them, and are combined for the head when they are read: those of several steps at once
+    where nobody drafts.
+
     Args:
         requests: that may have some at a time.
         head: that reads them.
@@ -53,8 +56,9 @@ class WaitingStates:
 
     @torch.inference_mode()
     def __init__(self, requests: int, head: Any) -> None:
-        shape = requests * WAITING_STATES, head.config.hidden_size
-        self.states_NH = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        shape = requests * WAITING_STATES, head.state_size
+        self.states_NX = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        self._head = head
         self._free = list(range(requests))
 
     def open(self) -> int | None:
@@ -70,20 +74,21 @@ class WaitingStates:
         first = slot * WAITING_STATES
         return [first + position % WAITING_STATES for position in range(start, stop)]
 
-    def store(self, places: Sequence[int] | Tensor, states_TH: Tensor) -> None:
-        """Keep hidden states at these places."""
+    def store(self, places: Sequence[int] | Tensor, states_TX: Tensor) -> None:
+        """Keep hidden states of the model at these places."""
         if not isinstance(places, Tensor):
-            places = to_device(places, torch.int64, states_TH.device)
-        self.states_NH.index_copy_(0, places, states_TH)
+            places = to_device(places, torch.int64, states_TX.device)
+        self.states_NX.index_copy_(0, places, states_TX)
 
     def load(self, places: Sequence[int]) -> Tensor:
-        """Return a copy of those at these places [T, H]."""
-        return self.states_NH.index_select(0, to_device(places, torch.int64, self.states_NH.device))
+        """Return those at these places, combined for the head [T, H]."""
+        places_T = to_device(places, torch.int64, self.states_NX.device)
+        return self._head.combine(self.states_NX.index_select(0, places_T))
 
     def at(self, slots_B: Tensor, positions_T: Tensor) -> Tensor:
-        """Return those of some requests, which have as many positions each [T, H]."""
+        """Return those of some requests, which have as many positions each, combined for the head [T, H]."""
         places_BL = positions_T.view(len(slots_B), -1) % WAITING_STATES + slots_B[:, None] * WAITING_STATES
-        return self.states_NH.index_select(0, places_BL.flatten())
+        return self._head.combine(self.states_NX.index_select(0, places_BL.flatten()))
 
 
 class HeadForward:
@@ -114,7 +119,7 @@ class HeadForward:
         """Return logits [S, V of drafts], and hidden states [S, H] for the next draft."""
         inputs, self.input_states = self.input_states, None
         if inputs is None:
-            states_TH = self.waiting.states_NH.new_zeros(ids.shape[1], self.waiting.states_NH.shape[1])
+            states_TH = self.waiting.states_NX.new_zeros(ids.shape[1], self.head.config.hidden_size)
         elif isinstance(inputs, Tensor):
             # A row that is alone comes twice (ModelRunner).
             missing = ids.shape[1] - len(inputs)

@@ -184,8 +184,9 @@ class DraftMemory:
             of_layers, own = len(head_layers(draft.config, large) or (0,)), draft.model_spec.hidden_size
             # What the model leaves, with a copy; what the head reads of it, with those before, and as its step has it.
             values = step * (2 * of_layers * large.hidden_size + 3 * own)
-            # Those that wait, and what recorded steps leave.
-            values += ((max_running + 1) * (WAITING_STATES + 1) + GPU_VERIFY_TOKENS) * own
+            # Those that wait, and what recorded steps read of these and leave.
+            waiting = (max_running + 1) * WAITING_STATES + GPU_VERIFY_TOKENS
+            values += waiting * of_layers * large.hidden_size + (max_running + 1 + GPU_VERIFY_TOKENS) * own
             states = values * (4 if dtype == "float32" else 2)
         return cls(weights, planner.used_bytes - weights, states)
 

@@ -87,9 +87,8 @@ class Head:
         norm = type(self.norm)
         if self.is_eagle:
             self.model.layers[0] = Eagle3Layer(self.model.layers[0], config, norm, facts.norm_before_residual)
-            states = facts.num_states * facts.target_hidden_size
-            self.input_norm = norm(states, eps=config.rms_norm_eps) if facts.norm_before_fc else None
-            self.fc = nn.Linear(states, size, bias=False)
+            self.input_norm = norm(self.state_size, eps=config.rms_norm_eps) if facts.norm_before_fc else None
+            self.fc = nn.Linear(self.state_size, size, bias=False)
         else:
             self.enorm, self.hnorm = (norm(size, eps=config.rms_norm_eps) for _ in range(2))
             self.fc = nn.Linear(2 * size, size, bias=False)
@@ -116,6 +115,15 @@ class Head:
     def share(self, model: Any) -> None:
         """Take what the head has not of its own from the model that it drafts for."""
         self._shared = [(model.get_input_embeddings(), model.get_output_embeddings())]
+
+    @property
+    def state_size(self) -> int:
+        """Return the values of a hidden state that the model leaves, X of combine()."""
+        return (
+            self.facts.num_states * self.facts.target_hidden_size
+            if self.is_eagle
+            else self.config.hidden_size
+        )
 
     def combine(self, states_TX: Tensor) -> Tensor:
         """Return the hidden states [T, H] that the head reads, of those that the model leaves."""
