@@ -19,7 +19,7 @@ from nibble.attention.planner.step_memory import CPU_STEP_TOKENS, GPU_STEP_TOKEN
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
 from nibble.engine.memory_check import check_memory, explain_out_of_memory
-from nibble.engine.model_runner import ModelRunner
+from nibble.engine.model_runner import ModelRunner, most_prompts
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
@@ -71,7 +71,8 @@ def test_a_table_is_told_of_new_pages_once() -> None:
     assert not tables.table_RN[tables.padding_row].any()
 
 
-def test_many_requests_that_extend_are_attended_to_in_parts(tiny: Path) -> None:
+def test_many_prompts_are_attended_to_in_parts(tiny: Path) -> None:
+    """As kernels want it that are compiled for some number of requests."""
     prefix, steps = [i % 50 for i in range(40)], list[list[tuple[Phase, int, int, int]]]()
     prompts = [[*prefix, *[1 + number] * (1 + number % 5)] for number in range(2 * MIN_REQUESTS + 3)]
     metadata = ModelRunner._metadata
@@ -90,6 +91,8 @@ def test_many_requests_that_extend_are_attended_to_in_parts(tiny: Path) -> None:
         "token_budget": 1024,
     }
     with LLM(str(tiny), **usual) as llm:
+        assert llm.engine.runner.most_prompts is None
+        llm.engine.runner.most_prompts = MIN_REQUESTS
         llm.generate([[*prefix, 7]], params)
         with mock.patch.object(ModelRunner, "_metadata", note):
             answers = llm.generate(prompts, params)
@@ -165,6 +168,15 @@ def test_steps_are_larger_on_a_gpu(tiny: Path) -> None:
     assert gpu_budget().step_tokens == GPU_STEP_TOKENS
     assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == CPU_STEP_TOKENS
     assert gpu_budget(token_budget=100).step_tokens == 100
+
+
+def test_only_kernels_that_are_compiled_for_requests_have_few_of_them() -> None:
+    def most(backend: str, machine: str) -> int | None:
+        config = Config(model="m", attention_backend=backend)
+        return most_prompts(resolve(config, QWEN3_8B, lookup_gpu(machine)))
+
+    assert most("triton", "h200") == most("triton", "a100") == most("cuda", "h200") == MIN_REQUESTS
+    assert most("torch_ref", "h200") is None
 
 
 def test_a_plan_that_cannot_be_recorded_says_so(tiny: Path) -> None:

@@ -79,6 +79,12 @@ def adapters(plan: Plan) -> dict[str, Any]:
     return {info.name: backends.create(info) for info in infos if info.runnable}
 
 
+def most_prompts(plan: Plan) -> int | None:
+    """Return the most requests of a batch that is not recorded, but decodes; None for any number."""
+    infos = (backends.get(route.backend) for route in plan.routes if not route.phase.decodes)
+    return min((info.compiled_requests for info in infos if info.compiled_requests), default=None)
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs a model's steps over a pool.
@@ -133,6 +139,7 @@ class ModelRunner:
         if self.has_taps:
             self.tables.keep_drafts()
         self._run = self.run or plain(self.model)
+        self.most_prompts = most_prompts(self.plan)
         self.verified_size: tuple[int, int] | None = None
         """Of the last step, if it was a recorded one with drafts, of which the device notes what it brings."""
 
@@ -294,7 +301,7 @@ class ModelRunner:
         forgotten = unkept(scheduled, self.plan.page_size) if self.exact else []
         skipped = packed.add(unwritten(scheduled)), packed.add(forgotten)
         state_rows = StateRows(scheduled, packed) if self.states else None
-        groups = PhaseGroup.of_step(scheduled, rows, packed)
+        groups = PhaseGroup.of_step(scheduled, rows, packed, self.most_prompts)
         if not (every or self.tier or self.rows) and attends_for_logits_only(scheduled):
             group_of_logits = PhaseGroup.of_tokens(rows_of_logits, positions, token_rows, packed)
         return StepNumbers(
@@ -351,7 +358,7 @@ class ModelRunner:
     def _metadata(
         self, sent: Tensor, numbers: StepNumbers, rows_T: Tensor, positions_T: Tensor, logit_rows_S: Tensor | None
     ) -> AttentionMetadata:  # fmt: skip
-        """Return where tokens are stored, an attention batch for each phase, and one of rows with logits, if given."""
+        """Return where tokens are stored, attention batches of one phase each, and one of logit rows, if given."""
         page_size, (skipped, exact_skipped) = self.plan.page_size, numbers.skipped
         sent_int32, batches, start = sent.int(), [], 0
         for group in numbers.groups:

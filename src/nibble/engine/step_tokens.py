@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.request import ScheduledRequest
-from nibble.kernels import MIN_REQUESTS, cdiv
+from nibble.kernels import cdiv
 from nibble.kernels.recurrence.types import StateMetadata, ones_behind
 from nibble.kernels.step_inputs import ON_DEVICE, accept
 from nibble.model_spec import Phase
@@ -192,19 +192,24 @@ class PhaseGroup:
 
     @classmethod
     def of_step(
-        cls, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
+        cls,
+        scheduled: Sequence[ScheduledRequest],
+        rows: Sequence[int],
+        packed: PackedInts,
+        most_prompts: int | None = None,
     ) -> list[PhaseGroup]:
-        """Return the groups of a step: one of each phase, and several of many requests that extend.
+        """Return the groups of a step: one of each phase, and several of many prompts.
 
         Args:
             scheduled: what the step has, in the order of phases (Batch.from_scheduled).
             rows: of its requests in the page tables.
             packed: the integers of the step.
+            most_prompts: requests of a group that computes prompts; None: any number.
         """
         groups = list[PhaseGroup]()
         for phase, of_phase in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase):
             pairs = tuple(of_phase)
-            most = MIN_REQUESTS if phase is Phase.EXTEND else len(pairs)
+            most = len(pairs) if phase.decodes else most_prompts or len(pairs)
             groups += [cls(pairs[first : first + most], packed) for first in range(0, len(pairs), most)]
         return groups
 

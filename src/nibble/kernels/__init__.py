@@ -53,7 +53,8 @@ MMA_ROWS = 16
 """Rows of the smallest tile of the tensor cores."""
 MIN_REQUESTS = 32
 """Requests that a kernel is compiled for at least, of those that share out keys, so that small batches have the same.
-Steps that are not recorded have no larger ones that extend (PhaseGroup.of_step): they would wait for a compiler."""
+Larger batches of prompts are cut (BackendInfo.compiled_requests): their steps are not recorded, and would wait for a
+compiler."""
 UNBOUNDED = 1 << 30
 """In the place of a bound on stored tokens, or on shared memory, that is not known."""
 ALIGNED = 4

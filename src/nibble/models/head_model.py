@@ -11,7 +11,8 @@ at position i. The hidden state of MTP is what the model's own output reads, beh
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2) and the weights' README; EAGLE-3 (arXiv 2503.01840) and its code;
 Qwen3-Next and MiMo as vLLM and SGLang serve them; `speculators`.
 
-Shape suffixes: T tokens of a step, S rows whose logits are computed, H hidden size, V vocabulary.
+Shape suffixes: T tokens of a step, S rows whose logits are computed, H hidden size, X values of the model's hidden
+states, V vocabulary.
 """
 
 from __future__ import annotations

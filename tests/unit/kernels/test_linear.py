@@ -69,6 +69,8 @@ def test_tiles_of_hopper_fit() -> None:
     assert sm90.tile_of(4096, 4096, 64, 132) == sm90.Tile(1, 2, 7)
     assert sm90.tile_of(4096, 14336, 32, 132) == sm90.Tile(1, 2, 10)
     assert sm90.tile_of(4096, 14336, 64, 132) == sm90.Tile(1, 2, 8)
+    assert sm90.tile_of(28672, 4096, 128, 132) == sm90.Tile(4, 1, 4)
+    assert sm90.tile_of(24576, 4096, 128, 132) == sm90.Tile(2, 1, 3)
 
 
 def test_tiles_are_whole_and_there_are_enough_of_them() -> None:

@@ -34,7 +34,7 @@ from nibble.attention.planner.support import (
     Support,
 )
 from nibble.hardware import may_have_gpu
-from nibble.kernels import FIXED_SPLIT, PREFILL_WORKSPACE
+from nibble.kernels import FIXED_SPLIT, MIN_REQUESTS, PREFILL_WORKSPACE
 from nibble.model_spec import Phase
 
 PAGES = frozenset({16, 32, 64, 128})
@@ -72,6 +72,7 @@ TRITON = BackendInfo(
     adapter="nibble.attention.backends.adapters.triton_cuda:Triton",
     graphs=True,
     verify_graphs=True,
+    compiled_requests=MIN_REQUESTS,
     support=(
         Support(
             phase=ALL,
@@ -161,6 +162,7 @@ CUDA = BackendInfo(
     unavailable_reason=_no_nvrtc,
     graphs=True,
     verify_graphs=True,
+    compiled_requests=MIN_REQUESTS,
     support=(
         Support(
             **DECODE_FACTS,

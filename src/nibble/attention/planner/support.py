@@ -228,6 +228,8 @@ class BackendInfo:
     """Whether a CUDA graph may hold its DECODE: it never waits for the device, and reads lengths from there only."""
     verify_graphs: bool = False
     """Whether one may hold its VERIFY too, where all requests have as many tokens."""
+    compiled_requests: int | None = None
+    """Requests with prompts in a batch at most, as its kernels are compiled anew for more; None: any number."""
 
     @property
     def runnable(self) -> bool:

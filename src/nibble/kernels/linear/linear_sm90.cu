@@ -121,7 +121,7 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
 #if !FP8
-  int before = 0;  // the stage of the last step
+  int last_stage = 0;
 #else
   constexpr bool AHEAD = ROWS * GROUPS < 256;  // a step, as they come from afar; where there are registers
   float next[SUMS / 2], next_weight;
@@ -154,8 +154,8 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
 #else
     // Tensor cores go on with this step while the one before is given back.
     wgmma_wait<1>();
-    if (step && threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(before));
-    before = place.stage;
+    if (step && threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(last_stage));
+    last_stage = place.stage;
 #endif
   }
   wgmma_wait<0>();

@@ -98,6 +98,8 @@ LONG = 8192
 """Inputs that are few at most; of more, more blocks read the weight together."""
 FULL = 0.9
 """Blocks for each multiprocessor from which on all are about busy."""
+BUSY = 0.8
+"""Wide blocks for each multiprocessor from which on they read as fast as narrow ones."""
 FEW_BLOCKS, MANY_BLOCKS = 64, 128
 """Blocks that read at the speed of memory, and those that do so for long."""
 
@@ -127,8 +129,10 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
         tile = _keep_alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
         # All blocks at a time: two of a multiprocessor, or one that reads rows half as often. Of 65 to 128 rows that is
-        # slower for a moment, and faster for long, at the limit of power.
-        tile = Tile(2, 1, 5 if rows <= MMA_ROWS else 4) if rows <= 32 else Tile(4, 1, 5 if rows <= 64 else 4)
+        # slower for a moment, and faster for long, at the limit of power, where nearly all have one.
+        stages = 5 if rows <= MMA_ROWS else 4 if rows <= 32 else 3
+        is_wide = rows <= 64 or BUSY * processors <= cdiv(outputs, 4 * GROUP) <= processors
+        tile = Tile(4, 1, 5 if rows <= 64 else 4) if rows > 32 and is_wide else Tile(2, 1, stages)
     else:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
