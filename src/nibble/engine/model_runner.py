@@ -80,7 +80,7 @@ def adapters(plan: Plan) -> dict[str, Any]:
 
 
 def most_prompts(plan: Plan) -> int | None:
-    """Return the most requests of a batch that is not recorded, but decodes; None for any number."""
+    """Return the most requests of an attention batch that computes prompts; None for any number."""
     infos = (backends.get(route.backend) for route in plan.routes if not route.phase.decodes)
     return min((info.compiled_requests for info in infos if info.compiled_requests), default=None)
 

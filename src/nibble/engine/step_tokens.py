@@ -178,7 +178,7 @@ def attends_for_logits_only(scheduled: Sequence[ScheduledRequest]) -> bool:
 
 
 class PhaseGroup:
-    """Requests of one phase in a step, and where its numbers lie in the packed integers."""
+    """Requests of one phase in a step, and where their numbers lie in the packed integers."""
 
     def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
         """Add the numbers of requests and their rows of the page tables."""
@@ -196,7 +196,7 @@ class PhaseGroup:
         scheduled: Sequence[ScheduledRequest],
         rows: Sequence[int],
         packed: PackedInts,
-        most_prompts: int | None = None,
+        most_prompts: int | None,
     ) -> list[PhaseGroup]:
         """Return the groups of a step: one of each phase, and several of many prompts.
 
@@ -204,12 +204,12 @@ class PhaseGroup:
             scheduled: what the step has, in the order of phases (Batch.from_scheduled).
             rows: of its requests in the page tables.
             packed: the integers of the step.
-            most_prompts: requests of a group that computes prompts; None: any number.
+            most_prompts: most requests of a group that computes prompts; None: any number.
         """
         groups = list[PhaseGroup]()
         for phase, of_phase in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase):
             pairs = tuple(of_phase)
-            most = len(pairs) if phase.decodes else most_prompts or len(pairs)
+            most = most_prompts if most_prompts and not phase.decodes else len(pairs)
             groups += [cls(pairs[first : first + most], packed) for first in range(0, len(pairs), most)]
         return groups
 

@@ -120,11 +120,9 @@ class Head:
     @property
     def state_size(self) -> int:
         """Return the values of a hidden state that the model leaves, X of combine()."""
-        return (
-            self.facts.num_states * self.facts.target_hidden_size
-            if self.is_eagle
-            else self.config.hidden_size
-        )
+        if self.is_eagle:
+            return self.facts.num_states * self.facts.target_hidden_size
+        return self.config.hidden_size
 
     def combine(self, states_TX: Tensor) -> Tensor:
         """Return the hidden states [T, H] that the head reads, of those that the model leaves."""

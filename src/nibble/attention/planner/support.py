@@ -229,7 +229,7 @@ class BackendInfo:
     verify_graphs: bool = False
     """Whether one may hold its VERIFY too, where all requests have as many tokens."""
     compiled_requests: int | None = None
-    """Requests with prompts in a batch at most, as its kernels are compiled anew for more; None: any number."""
+    """Most requests of a batch of prompts, as for more its kernels would be compiled anew; None: any number."""
 
     @property
     def runnable(self) -> bool:

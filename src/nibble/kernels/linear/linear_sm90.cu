@@ -120,12 +120,12 @@ DEVICE void multiply(float (&sums)[SUMS], u32 stages, Barriers barriers, int ste
   Place place;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
-#if !FP8
-  int last_stage = 0;
-#else
+#if FP8
   constexpr bool AHEAD = ROWS * GROUPS < 256;  // a step, as they come from afar; where there are registers
   float next[SUMS / 2], next_weight;
   if (AHEAD) scales.load(next, next_weight, 0);
+#else
+  int last_stage = 0;
 #endif
 #pragma unroll 1
   for (int step = 0; step < steps; step++, place.advance()) {

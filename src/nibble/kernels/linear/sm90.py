@@ -99,7 +99,7 @@ LONG = 8192
 FULL = 0.9
 """Blocks for each multiprocessor from which on all are about busy."""
 BUSY = 0.8
-"""Wide blocks for each multiprocessor from which on they read as fast as narrow ones."""
+"""Blocks of 256 rows of the weight for each multiprocessor from which on they are read as fast as narrower ones."""
 FEW_BLOCKS, MANY_BLOCKS = 64, 128
 """Blocks that read at the speed of memory, and those that do so for long."""
 
@@ -128,11 +128,13 @@ def tile_of(outputs: int, inputs: int, rows: int, processors: int) -> Tile:
     if is_full and (inputs <= LONG or rows > MMA_ROWS):
         tile = _keep_alone(Tile(1, splits, (7 if rows > 64 else 8) if inputs > LONG else 6), rows)
     elif columns > processors:
-        # All blocks at a time: two of a multiprocessor, or one that reads rows half as often. Of 65 to 128 rows that is
-        # slower for a moment, and faster for long, at the limit of power, where nearly all have one.
-        stages = 5 if rows <= MMA_ROWS else 4 if rows <= 32 else 3
-        is_wide = rows <= 64 or BUSY * processors <= cdiv(outputs, 4 * GROUP) <= processors
-        tile = Tile(4, 1, 5 if rows <= 64 else 4) if rows > 32 and is_wide else Tile(2, 1, stages)
+        # All blocks at a time: two of a multiprocessor, or a wide one, which reads rows half as often. For 65 rows and
+        # more that is slower for a moment and faster for long, at the limit of power, if nearly all of them have one.
+        is_busy = BUSY * processors <= cdiv(outputs, 4 * GROUP) <= processors
+        if rows > 64:
+            tile = Tile(4, 1, 4) if is_busy else Tile(2, 1, 3)
+        else:
+            tile = Tile(4, 1, 5) if rows > 32 else Tile(2, 1, 5 if rows <= MMA_ROWS else 4)
     else:
         blocks = MANY_BLOCKS if inputs > LONG and rows <= 64 else FEW_BLOCKS
         splits = next((n for n in SPLITS if n * columns >= blocks), MOST_SPLITS)
